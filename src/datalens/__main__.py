@@ -1,0 +1,5 @@
+"""python -m datalens"""
+
+from datalens.cli import main
+
+main()

@@ -1,0 +1,127 @@
+"""What a person may set (`TrainOptions`, the command line) and what a run then does (`Settings`, all explicit)."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from datalens.errors import DatalensError
+
+MethodName = Literal["datalens", "datalens-paper"]
+CompressName = Literal["topk-sign", "sign", "topk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train a generator on private images and write a release with its certificate.
+
+    Settings that are left out come from the preset. Give --sigma, and as many steps are taken as the budget
+    allows; give --steps, and the noise is calibrated to them.
+    """
+
+    data: str | None = None
+    """A named data set (see `datalens data list`) or an .npz file with arrays `images` and `labels`."""
+    nominal_size: int | None = None
+    """For your own file: about how many records it has, declared public (the true count is private)."""
+    out: Path
+    """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
+    method: MethodName = "datalens"
+    """datalens: our default. datalens-paper: Algorithm 1 with the paper's settings and accountant."""
+    epsilon: float = 1.0
+    """Privacy budget; `inf` trains without noise and without any guarantee."""
+    delta: float = 1e-5
+    """Choose it well under 1 / number of records."""
+    preset: str | None = None
+    """datalens: default, quick. datalens-paper: paper, code (where the paper and its code differ)."""
+    seed: int = 0
+    """Of training randomness only. Privacy noise comes from the operating system."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: bool = False
+    """Continue the run in --out after an interruption."""
+    relation: Literal["add-remove", "replace-one"] = "add-remove"
+    """Neighbouring data sets: one record present or absent, or one record replaced."""
+    accountant: Literal["exact", "rdp"] | None = None
+    """exact: the true cost of Gaussian noise. rdp: the paper's. Default: exact (datalens-paper: rdp)."""
+    teachers: int | None = None
+    """Number of teachers, each on its own share of the records."""
+    balanced: bool = False
+    """Equal shares by position instead of hashed ones; under replace-one only."""
+    network: Literal["spectral", "compact", "paper"] | None = None
+    """The teachers' network: over cosine coefficients, a small convolutional one, or the paper's."""
+    k: int | None = None
+    """Coordinates a teacher votes on, per synthetic image."""
+    sigma: float | None = None
+    """Standard deviation of the noise on every vote sum."""
+    beta: float | None = None
+    """Threshold as a fraction of the teachers. Default: 0.75·σ/N, within the paper's σ/2N … σ/N."""
+    clip: float | None = None
+    """Clipping constant c of Algorithm 2."""
+    steps: int | None = None
+    """Steps of the student; each asks the teachers about one batch."""
+    teacher_steps: int | None = None
+    """Steps of each teacher per step of the student."""
+    batch: int | None = None
+    """Synthetic images per step, and records a teacher draws per step."""
+    basis: Literal["pixel", "dct"] | None = None
+    """Coordinates in which teachers vote."""
+    basis_size: int | None = None
+    """How many low-frequency coordinates (dct only)."""
+    compress: CompressName | None = None
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation."""
+    decode: Literal["threshold", "sign", "linear"] | None = None
+    """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
+    noise_seed: Annotated[int | None, arg(help="Seed the privacy noise, for debugging: the run is NOT PRIVATE.")] = None
+    json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a DataLens run does, resolved and public: recorded in config.json and in the certificate."""
+
+    method: MethodName
+    preset: str
+    seed: int
+    noise_seeded: bool
+    teachers: int
+    shares: Literal["hashed", "balanced"]
+    network: Literal["spectral", "compact", "paper"]
+    hidden: int
+    teacher_rate: float
+    teacher_steps: int
+    teacher_steps_first: int
+    basis: Literal["pixel", "dct"]
+    basis_size: int
+    compress: CompressName
+    k: int
+    clip: float
+    sigma: float
+    decode: Literal["threshold", "sign", "linear"]
+    beta: float
+    steps: int
+    batch: int
+    gamma: float
+    student_rate: float
+    student_decay: bool
+    latent: int
+    latent_law: Literal["normal", "uniform"]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Settings":
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise DatalensError(f"these settings are not of this version of datalens: {error}") from error
+
+
+def options_as_dict(options: TrainOptions) -> dict[str, Any]:
+    """What was asked for, as JSON; where it was run and how it was shown is left out."""
+    fields = dataclasses.asdict(options)
+    for name in ("out", "resume", "json", "device"):
+        fields.pop(name)
+    return json.loads(json.dumps(fields, default=str).replace("Infinity", '"inf"'))

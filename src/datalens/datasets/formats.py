@@ -1,0 +1,76 @@
+"""The user's own data. So far: .npz with arrays `images` and `labels` (and `test_images`, `test_labels`)."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from datalens.datasets import sources
+from datalens.datasets.schema import Schema
+from datalens.datasets.sources import Dataset
+from datalens.errors import DatalensError
+
+
+def load(data: str, split: str = "train", *, nominal_size: int | None = None) -> Dataset:
+    """A named data set, or a file. `nominal_size` is what the owner declares: a file's true count is private."""
+    if not data.endswith(".npz"):
+        return sources.load(data, split)
+    if split == "train" and nominal_size is None:
+        raise DatalensError(
+            f"how many records {data} holds is private: declare a public round figure with --nominal-size"
+        )
+    return _load_npz(Path(data), split, nominal_size or 0)
+
+
+def schema(data: str, *, nominal_size: int | None = None) -> Schema:
+    return load(data, nominal_size=nominal_size).schema if data.endswith(".npz") else sources.schema(data)
+
+
+def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
+    prefix = "" if split == "train" else "test_"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in (f"{prefix}images", f"{prefix}labels") if name not in file]
+            if missing:
+                raise DatalensError(f"{path} has no array {' and no array '.join(missing)}")
+            images, labels = file[f"{prefix}images"], file[f"{prefix}labels"]
+            names = file.get("classes")
+    except FileNotFoundError:
+        raise DatalensError(f"{path} does not exist") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+        raise DatalensError(f"{path} is not a readable .npz file ({error})") from None
+    images, labels = check_images(images, path), check_labels(labels, len(images), path)
+    classes = tuple(map(str, names.tolist())) if names is not None else tuple(map(str, range(labels.max() + 1)))
+    if labels.max() >= len(classes):
+        raise DatalensError(f"{path}: label {labels.max()} has no name among the {len(classes)} classes")
+    _, height, width, channels = images.shape
+    public = Schema(
+        name=path.stem, height=height, width=width, channels=channels, classes=classes, nominal_size=nominal_size
+    )
+    return Dataset(schema=public, images=images, labels=labels)
+
+
+def check_images(images: np.ndarray, path: Path) -> np.ndarray:
+    """uint8 [n, h, w, c], from uint8 or from floats in [0, 1]."""
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.ndim != 4 or 0 in images.shape:
+        raise DatalensError(f"{path}: images must be [n, height, width] or [n, height, width, channels]")
+    if images.dtype == np.uint8:
+        return images
+    if not np.issubdtype(images.dtype, np.floating):
+        raise DatalensError(f"{path}: images must be uint8, or floats in [0, 1], not {images.dtype}")
+    if not np.isfinite(images).all():
+        bad = int((~np.isfinite(images)).reshape(len(images), -1).any(axis=1).argmax())
+        raise DatalensError(f"{path}: image {bad} holds NaN or infinity: mend or remove it first")
+    if images.min() < 0 or images.max() > 1:
+        raise DatalensError(f"{path}: float images must lie in [0, 1]; divide by 255, or save them as uint8")
+    return np.rint(images * 255).astype(np.uint8)
+
+
+def check_labels(labels: np.ndarray, count: int, path: Path) -> np.ndarray:
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
+        raise DatalensError(f"{path}: labels must be {count} whole numbers, one an image")
+    if labels.min() < 0:
+        raise DatalensError(f"{path}: labels must be 0 or more")
+    return labels.astype(np.int64)

@@ -1,0 +1,34 @@
+"""What is declared public about a data set, before a record is read.
+
+Under the add/remove relation the number of records is itself private, so a plan rests on the
+*nominal* size that the owner declares. The certificate lists every field of the schema.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Public facts. Images are [height, width, channels] with values in `value_range`."""
+
+    name: str
+    height: int
+    width: int
+    channels: int
+    classes: tuple[str, ...]
+    nominal_size: int
+    value_range: tuple[float, float] = (0.0, 1.0)
+    record_unit: str = "image"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[channels, height, width], as the networks see an image."""
+        return self.channels, self.height, self.width
+
+    @property
+    def dimensions(self) -> int:
+        return self.channels * self.height * self.width
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,17 @@
+"""Errors a person can act on. The command line prints them as one line and exits with `exit_code`."""
+
+
+class DatalensError(Exception):
+    """Bad input: the message says what is wrong and what to do."""
+
+    exit_code = 2
+
+
+class BudgetExceeded(DatalensError):
+    """A release would cost more than the privacy budget holds. Nothing was released."""
+
+    exit_code = 3
+
+
+class TamperedError(DatalensError):
+    """A ledger or certificate is not what was written."""

@@ -1,0 +1,1 @@
+"""One file per paper, each reading top to bottom as its algorithm."""

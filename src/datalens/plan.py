@@ -1,0 +1,112 @@
+"""From what was asked for to what will be done, using public facts only: no record is touched here."""
+
+import math
+from typing import Any
+
+from datalens.config import Settings, TrainOptions
+from datalens.datasets.schema import Schema
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.presets import preset
+from datalens.privacy.accountant import calibrate_sigma, calibrate_steps
+from datalens.privacy.ledger import Budget
+
+_OVERRIDES = (
+    *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
+    *("basis", "basis_size", "compress", "decode"),
+)
+
+
+def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
+    """Fix the budget and every setting before the first record is read."""
+    default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
+    budget = Budget(
+        epsilon=options.epsilon,
+        delta=options.delta,
+        relation=options.relation,
+        accountant=options.accountant or default_accountant,  # type: ignore[arg-type]
+    )
+    if options.balanced and options.relation != "replace-one":
+        raise DatalensError(
+            "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
+            "add --relation replace-one, or leave --balanced out"
+        )
+    name, values = preset(options.method, options.preset, schema, options.epsilon)
+    asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
+    _adjust_to_what_was_asked(values, asked, schema)
+    values |= asked
+    _check(values, schema)
+    if values["compress"] == "sign":
+        values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
+    values["sigma"], values["steps"] = _noise_and_steps(values, asked, budget)
+    if values.get("beta") is None:
+        values["beta"] = 0.75 * values["sigma"] / values["teachers"]
+    return budget, Settings(
+        method=options.method,
+        preset=name,
+        seed=options.seed,
+        noise_seeded=options.noise_seed is not None,
+        shares="balanced" if options.balanced else "hashed",
+        **values,
+    )
+
+
+def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:
+    """Preset values that only make sense together with one that was just changed follow it."""
+    if asked.get("basis") == "pixel" and "basis_size" in asked:
+        raise DatalensError("--basis-size belongs to --basis dct; pixels always come in full")
+    if asked.get("basis", values["basis"]) == "pixel":
+        values["basis_size"] = schema.dimensions
+    if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) == "pixel":
+        raise DatalensError("--network spectral sees cosine coefficients: use it with --basis dct")
+    if "basis_size" in asked and "k" not in asked:
+        values["k"] = min(values["k"], asked["basis_size"])
+    if ("sigma" in asked or "teachers" in asked) and "beta" not in asked:
+        values["beta"] = None  # the printed β belongs to the printed σ and N
+
+
+def _noise_and_steps(values: dict[str, Any], asked: dict[str, Any], budget: Budget) -> tuple[float, int]:
+    """σ for the given steps, or steps for the given σ. What was asked for wins over the preset."""
+    sensitivity = 2 * math.sqrt(values["k"] * values["batch"])  # DataLens, Lemma 1, over a batch
+    sigma = asked.get("sigma", None if "steps" in asked else values.get("sigma"))
+    steps = asked.get("steps", values["steps"] if sigma is None else None)
+    goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
+    if math.isinf(budget.epsilon):
+        return asked.get("sigma", 0.0), asked.get("steps", values["steps"])
+    if sigma == 0:
+        raise BudgetExceeded("--sigma 0 releases without noise, which no finite epsilon covers: use --epsilon inf")
+    if sigma is None:
+        assert steps is not None
+        return calibrate_sigma(sensitivity=sensitivity, steps=steps, **goal), steps
+    affordable = calibrate_steps(sensitivity=sensitivity, sigma=sigma, **goal)
+    if affordable == 0:
+        raise BudgetExceeded(
+            f"not even one step fits into {budget.describe(budget.epsilon)} at sigma {sigma:g}: "
+            "raise --sigma or --epsilon, or lower --k or --batch"
+        )
+    if steps is not None and steps > affordable:
+        raise BudgetExceeded(
+            f"{steps} steps at sigma {sigma:g} do not fit into {budget.describe(budget.epsilon)}, {affordable} do: "
+            "leave out --sigma or --steps to have it solved"
+        )
+    return sigma, steps or affordable
+
+
+def _check(values: dict[str, Any], schema: Schema) -> None:
+    for name in ("teachers", "k", "steps", "teacher_steps", "batch", "basis_size"):
+        if values[name] < 1:
+            raise DatalensError(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+    for name in ("sigma", "beta"):
+        value = values.get(name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise DatalensError(f"--{name} must be a finite number, at least 0, not {value:g}")
+    if not values["clip"] > 0:
+        raise DatalensError(f"--clip must be above 0, not {values['clip']:g}")
+    if values["basis_size"] > schema.dimensions:
+        raise DatalensError(f"--basis-size {values['basis_size']} is more than an image's {schema.dimensions} values")
+    if values["k"] > values["basis_size"]:
+        raise DatalensError(f"--k {values['k']} is more than the {values['basis_size']} coordinates teachers vote in")
+    if values["teachers"] > schema.nominal_size:
+        raise DatalensError(
+            f"--teachers {values['teachers']} is more than the {schema.nominal_size} records {schema.name} has: "
+            "most shares would be empty; choose fewer"
+        )

@@ -1,0 +1,55 @@
+"""Released values kept until the next checkpoint, so that a crash does not waste what was paid for.
+
+A charged release that is found here is reused as it is. One that is not was lost with the process,
+and asking again is a new charge: the noise that was drawn is gone, and must be.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from datalens.errors import TamperedError
+from datalens.privacy.events import GaussianEvent
+from datalens.privacy.ledger import Ledger
+from datalens.privacy.released import Released
+
+
+class Journal:
+    """One .npy file per release, named by the number of its charge; whole or not there at all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def save(self, released: Released) -> None:
+        target = self._directory / f"{released.number:08d}.npy"
+        temporary = target.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            np.save(file, released.value, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+    def find(self, ledger: Ledger, *, step: int) -> Released | None:
+        """The release of this step, if it was charged and its value survived."""
+        for number, event in enumerate(ledger.events):
+            if isinstance(event, GaussianEvent) and event.step == step:
+                path = self._directory / f"{number:08d}.npy"
+                if path.exists():
+                    return Released(value=self._load(path), event=event, number=number)
+        return None
+
+    def forget_before(self, ledger: Ledger, *, step: int) -> None:
+        """A checkpoint holds what these values did; they are not needed again."""
+        for number, event in enumerate(ledger.events):
+            if isinstance(event, GaussianEvent) and event.step < step:
+                (self._directory / f"{number:08d}.npy").unlink(missing_ok=True)
+
+    @staticmethod
+    def _load(path: Path) -> np.ndarray:
+        try:
+            return np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise TamperedError(
+                f"{path} is damaged: delete it, and the step will be asked (and charged) again"
+            ) from error

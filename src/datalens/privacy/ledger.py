@@ -1,0 +1,205 @@
+"""The ledger: every release is charged here, durably, before its noise exists.
+
+One JSON object a line. The first line states the budget, fixed before the first record is read; each
+line carries the hash of the line before it, so an edit, a deletion or a swap shows. (A chain detects
+accidents and careless edits; an owner who rewrites all of it is out of its reach.)
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, get_args
+
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.events import Event, GaussianEvent, Relation, parse_event
+
+_GENESIS = "0" * 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What may be spent, against which neighbours, and who prices it."""
+
+    epsilon: float
+    delta: float
+    relation: Relation
+    accountant: AccountantName
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise DatalensError(f"epsilon must be above 0 (or inf for no privacy), not {self.epsilon:g}")
+        if not 0 < self.delta < 1:
+            raise DatalensError(f"delta must lie between 0 and 1, and well under 1/records, not {self.delta:g}")
+        if self.relation not in get_args(Relation):
+            raise DatalensError(f"relation must be add-remove or replace-one, not {self.relation!r}")
+        if self.accountant not in get_args(AccountantName):
+            raise DatalensError(f"accountant must be exact or rdp, not {self.accountant!r}")
+
+    def pricing(self) -> Accountant:
+        return Accountant(name=self.accountant)
+
+    def describe(self, epsilon: float) -> str:
+        """An ε is never printed without the rest."""
+        return f"ε = {epsilon:.4g} (δ = {self.delta:g}, {self.relation}, {self.accountant} accountant)"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "epsilon": json_number(self.epsilon)}
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no infinity; ours is the string "inf"."""
+    return "inf" if math.isinf(value) else value
+
+
+class Ledger:
+    """An append-only list of charged events. `charge` is the only way to add one."""
+
+    def __init__(self, budget: Budget, events: list[Event], *, last_hash: str, file: IO[bytes] | None) -> None:
+        self.budget = budget
+        self._events = events
+        self._last_hash = last_hash
+        self._file = file
+        self._broken = False
+
+    @classmethod
+    def in_memory(cls, budget: Budget) -> "Ledger":
+        """For audits and plans: the same rules, nothing on disk."""
+        return cls(budget, [], last_hash=_GENESIS, file=None)
+
+    @classmethod
+    def create(cls, path: Path, budget: Budget) -> "Ledger":
+        """A new ledger file. An existing one is never replaced: it holds what was spent."""
+        line, line_hash = _line({"type": "budget", "version": 1, **budget.as_dict()}, _GENESIS)
+        temporary = path.with_name(path.name + ".new")
+        with open(temporary, "wb") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)  # refuses to replace, and the first line is whole from the start
+        except FileExistsError:
+            raise DatalensError(f"{path} exists: it records what was spent; use --resume or another --out") from None
+        finally:
+            temporary.unlink()
+        _sync_directory(path.parent)
+        return cls(budget, [], last_hash=line_hash, file=open(path, "ab", buffering=0))
+
+    @classmethod
+    def open(cls, path: Path) -> "Ledger":
+        """Continue a ledger. A torn last line was never acknowledged, so its noise was never drawn: it is cut off."""
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        budget, events, last_hash = _parse(whole, path)
+        file = open(path, "r+b", buffering=0)  # noqa: SIM115
+        file.truncate(len(whole))
+        file.seek(len(whole))
+        os.fsync(file.fileno())
+        return cls(budget, events, last_hash=last_hash, file=file)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(self._events)
+
+    def spent(self) -> float:
+        return self.budget.pricing().epsilon(self._events, self.budget.delta)
+
+    def charge(self, event: GaussianEvent) -> int:
+        """Record the event durably and return its number; refuse, and write nothing, if it would overspend."""
+        if self._broken:
+            raise DatalensError("the ledger could not be written; free some disk space, then continue with --resume")
+        if event.relation != self.budget.relation:
+            raise DatalensError(f"a {event.relation} event cannot be charged to a {self.budget.relation} ledger")
+        after = self.budget.pricing().epsilon([*self._events, event], self.budget.delta)
+        if not after <= self.budget.epsilon:
+            raise BudgetExceeded(
+                f"the next release would bring the cost to {self.budget.describe(after)}, "
+                f"past the budget of {self.budget.epsilon:g}: nothing was released"
+            )
+        fields = {"type": "charge", "number": len(self._events), "event": event.as_dict()}
+        line, line_hash = _line(fields, self._last_hash)
+        if self._file is not None:
+            try:
+                written = self._file.write(line)
+                if written != len(line):
+                    raise OSError(f"{written} of {len(line)} bytes")
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._broken = True  # the file's end is unknown now; reopening cuts a torn line off
+                raise DatalensError(f"cannot write the ledger ({error}): nothing was released") from error
+        self._last_hash = line_hash
+        self._events.append(event)
+        return len(self._events) - 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_ledger(path: Path) -> tuple[Budget, tuple[Event, ...]]:
+    """Read without writing, strictly: a torn last line is an error here."""
+    budget, events, _ = _parse(path.read_bytes(), path)
+    return budget, tuple(events)
+
+
+def canonical_json(fields: dict[str, Any]) -> bytes:
+    """The bytes that are hashed: one spelling for one content."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _line(fields: dict[str, Any], previous: str) -> tuple[bytes, str]:
+    body = {**fields, "previous": previous}
+    digest = hashlib.sha256(canonical_json(body)).hexdigest()
+    return canonical_json({**body, "hash": digest}) + b"\n", digest
+
+
+def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
+    if not content.endswith(b"\n"):
+        raise TamperedError(f"{path}: the last line is not complete")
+    previous = _GENESIS
+    budget: Budget | None = None
+    events: list[Event] = []
+    for number, raw in enumerate(content[:-1].split(b"\n")):
+        try:
+            fields = json.loads(raw)
+            # Every byte counts: the line must be exactly what we would have written.
+            expected, digest = _line({k: v for k, v in fields.items() if k not in ("hash", "previous")}, previous)
+            if raw + b"\n" != expected:
+                raise TamperedError(f"{path}: line {number + 1} does not follow from the line before it")
+            if number == 0:
+                budget = _parse_budget(fields)
+            elif fields["type"] != "charge" or fields["number"] != number - 1:
+                raise TamperedError(f"{path}: line {number + 1} is out of order")
+            else:
+                events.append(parse_event(fields["event"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TamperedError(f"{path}: line {number + 1} is not a ledger line ({type(error).__name__})") from error
+        previous = digest
+    assert budget is not None  # the content ends with a newline, so there was a first line
+    return budget, events, previous
+
+
+def _parse_budget(fields: dict[str, Any]) -> Budget:
+    if fields["type"] != "budget" or fields["version"] != 1:
+        raise TamperedError("the first line of a ledger states its budget")
+    try:
+        return Budget(
+            epsilon=float(fields["epsilon"]),
+            delta=float(fields["delta"]),
+            relation=fields["relation"],
+            accountant=fields["accountant"],
+        )
+    except DatalensError as error:
+        raise TamperedError(f"the ledger's budget makes no sense: {error}") from error
+
+
+def _sync_directory(path: Path) -> None:
+    """A new file survives a crash only once its directory entry does."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""The vectorised ensemble: N teacher discriminators, each trained on its own share (Algorithm 1, lines 7-11).
+
+A teacher's row is a function of its own share, the fakes and a stream keyed by (seed, teacher, step).
+Deleting a record, or making it NaN, leaves every other teacher's row bit-identical: a test says so.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from datalens.bounded.contributions import Gradients
+from datalens.private.networks import Network, Parameters
+from datalens.private.shares import Shares
+
+
+class Fakes(Protocol):
+    """What teachers are shown: images [m, c, h, w] in [0, 1] and the labels they were made for."""
+
+    @property
+    def images(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+
+class Teachers:
+    """All teachers, in chunks that bound the memory. Chunks do not change a single bit of any row."""
+
+    def __init__(
+        self,
+        network: Network,
+        shares: Shares,
+        *,
+        batch: int,
+        learning_rate: float,
+        seed: int,
+        chunk: int | None = None,
+    ) -> None:
+        self._network = network
+        self._shares = shares
+        self._batch = batch
+        self._seed = seed
+        chunk = chunk or chunk_that_fits(network.bytes_per_teacher(batch), shares.device)
+        self._chunks = [
+            _Chunk(network, teachers, learning_rate, seed)
+            for teachers in torch.arange(shares.teachers, device=shares.device).split(chunk)
+        ]
+
+    def fit_step(self, fakes: Fakes, *, step: int, repeats: int) -> float:
+        """`repeats` Adam steps of every teacher against the same fakes; returns the mean loss (private!)."""
+        fake = self._network.features(fakes.images.detach())
+        total = 0.0
+        for chunk in self._chunks:
+            loss = torch.zeros(())
+            for draw in range(repeats):
+                real, labels = self._shares.batch(
+                    chunk.teachers, size=self._batch, seed=self._seed, step=step, draw=draw
+                )
+                loss = chunk.fit(self._network, real, labels, fake, fakes.labels)
+            total += float(loss)
+        return total / self._shares.teachers
+
+    def image_gradients(self, fakes: Fakes, *, step: int) -> Iterator[Gradients]:
+        """∂ log D(x)/∂x at each fake: the direction in which the teacher finds it more real, in the basis.
+
+        Differs from the paper: Algorithm 1 prints −∂ log D/∂a and then adds it to the image, which would
+        walk away from the data. The direction that lowers the generator's loss is meant.
+        """
+        fake = self._network.features(fakes.images.detach())
+        for chunk in self._chunks:
+            values = self._network.votes(chunk.image_gradients(self._network, fake, fakes.labels))
+            values = torch.where(self._shares.occupied(chunk.teachers).view(-1, 1, 1), values, 0.0)
+            yield Gradients(teachers=chunk.teachers, values=values, step=step)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
+        return {f"{i}.{name}": value for i, chunk in enumerate(self._chunks) for name, value in chunk.state().items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for i, chunk in enumerate(self._chunks):
+            prefix = f"{i}."
+            chunk.load_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        return [len(chunk.teachers) for chunk in self._chunks]
+
+
+class _Chunk:
+    """Some teachers, their parameters and their optimiser. Adam is elementwise, so teachers do not meet in it."""
+
+    def __init__(self, network: Network, teachers: Tensor, rate: float, seed: int) -> None:
+        self.teachers = teachers
+        self.parameters: Parameters = {k: v.requires_grad_() for k, v in network.parameters(teachers, seed).items()}
+        self._adam = torch.optim.Adam(self.parameters.values(), lr=rate, betas=(0.5, 0.999), fused=True)
+
+    def fit(self, network: Network, real: Tensor, labels: Tensor, fake: Tensor, fake_labels: Tensor) -> Tensor:
+        n = len(self.teachers)
+        # Real and fake in separate passes: batch norm sees them apart, as in DC-GAN.
+        real_logits = network.logits(self.parameters, real, labels)
+        fake_logits = network.logits(self.parameters, fake.expand(n, *fake.shape), fake_labels.expand(n, -1))
+        # −log D(x) − log(1 − D(G(z))), a mean over the batch, a sum over teachers: their gradients stay apart.
+        loss = (F.softplus(-real_logits).mean(dim=1) + F.softplus(fake_logits).mean(dim=1)).sum()
+        self._adam.zero_grad()
+        loss.backward()
+        self._adam.step()
+        return loss.detach()
+
+    def image_gradients(self, network: Network, fake: Tensor, labels: Tensor) -> Tensor:
+        n = len(self.teachers)
+        frozen = {name: value.detach() for name, value in self.parameters.items()}
+        inputs = fake.expand(n, *fake.shape).requires_grad_()
+        log_real = F.logsigmoid(network.logits(frozen, inputs, labels.expand(n, -1))).sum()
+        return torch.autograd.grad(log_real, inputs)[0]
+
+    def state(self) -> dict[str, Tensor]:
+        state = {f"parameter.{name}": value.detach() for name, value in self.parameters.items()}
+        for name, value in self.parameters.items():
+            for key, moment in self._adam.state[value].items():
+                state[f"adam.{name}.{key}"] = moment
+        return state
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for name, value in self.parameters.items():
+            value.data.copy_(state[f"parameter.{name}"])
+            self._adam.state[value] = {
+                key: state[f"adam.{name}.{key}"].to(value.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"adam.{name}.{key}" in state
+            }
+
+
+def chunk_that_fits(bytes_per_teacher: int, device: torch.device) -> int:
+    """As many teachers at a time as half of the free GPU memory, or a CPU's share of 1 GiB, can hold."""
+    room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**30
+    return max(1, room // bytes_per_teacher)

@@ -1,0 +1,39 @@
+"""Progress bars and messages for people, always on stderr."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """One line to the person at the terminal."""
+    console.print(message, markup=False)
+
+
+@contextmanager
+def bar(description: str, total: float | None) -> Iterator[tuple[Progress, TaskID]]:
+    """A progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        yield progress, progress.add_task(description, total=total)

@@ -1,0 +1,45 @@
+"""From released vote sums to directions in image space. Post-processing: it costs no privacy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from datalens.basis import Basis
+from datalens.privacy.released import Released
+
+DecodeName = Literal["threshold", "sign", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """Where each fake image should move, [m, c, h, w]. Made from a `Released` value and nothing else."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """`threshold`: Algorithm 3, lines 9-11, at ±βN; `sign`: the same without threshold; `linear`: the mean vote.
+
+    N is the configured number of teachers, not a count of those that voted.
+    """
+
+    rule: DecodeName
+    beta: float
+    teachers: int
+    basis: Basis
+
+    def __call__(self, released: Released) -> Direction:
+        if not isinstance(released, Released):
+            raise TypeError("only a released value may be decoded")
+        votes = torch.from_numpy(released.value).to(torch.float32)  # [m, d]
+        if self.rule == "linear":
+            directions = votes / self.teachers
+        elif self.rule == "sign":
+            directions = votes.sign()
+        else:
+            at = self.beta * self.teachers
+            directions = (votes.abs() >= at) * votes.sign()  # a sum of exactly 0 points nowhere, even at β = 0
+        return Direction(value=self.basis.inverse(directions))

@@ -1,0 +1,94 @@
+"""The student's network: a DC-GAN generator with labels, for any image size."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+LatentName = Literal["normal", "uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """All that is needed to rebuild a generator; travels inside the weights file."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    latent: int
+    latent_law: LatentName
+    dense: int
+    widths: tuple[int, ...]  # channels before each doubling of the image
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def dcgan_architecture(
+    shape: tuple[int, int, int], classes: int, *, latent: int, latent_law: LatentName
+) -> Architecture:
+    """Up to 32 pixels: dense 1024 and two transposed convolutions; larger: four, as DC-GAN has for 64 × 64."""
+    small = max(shape[1:]) <= 32
+    return Architecture(
+        shape=shape,
+        classes=classes,
+        latent=latent,
+        latent_law=latent_law,
+        dense=1024 if small else 0,
+        widths=(128, 128) if small else (512, 256, 128, 64),
+    )
+
+
+class Generator(nn.Module):
+    """z and a one-hot label → an image in [0, 1]. The label is concatenated at every layer."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = a = architecture
+        channels, height, width = a.shape
+        doublings = len(a.widths)
+        self.start = (-(-height // 2**doublings), -(-width // 2**doublings))
+        inputs = a.latent + a.classes
+        self.dense = nn.Sequential()
+        if a.dense:
+            self.dense = nn.Sequential(nn.Linear(inputs, a.dense), nn.BatchNorm1d(a.dense), nn.ReLU())
+            inputs = a.dense + a.classes
+        first = a.widths[0] * self.start[0] * self.start[1]
+        self.project = nn.Sequential(nn.Linear(inputs, first), nn.BatchNorm1d(first), nn.ReLU())
+        outputs = (*a.widths[1:], channels)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(width_in + a.classes, width_out, 5, stride=2, padding=2, output_padding=1)
+            for width_in, width_out in zip(a.widths, outputs, strict=True)
+        )
+        self.norm = nn.ModuleList(nn.BatchNorm2d(width_out) for width_out in outputs[:-1])
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        one_hot = F.one_hot(labels, self.architecture.classes).to(z.dtype)
+        x = torch.cat([z, one_hot], dim=1)
+        if self.architecture.dense:
+            x = torch.cat([self.dense(x), one_hot], dim=1)
+        x = self.project(x).view(len(z), self.architecture.widths[0], *self.start)
+        for layer, up in enumerate(self.up):
+            planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
+            x = up(torch.cat([x, planes], dim=1))
+            if layer < len(self.norm):
+                x = F.relu(self.norm[layer](x))
+        _, height, width = self.architecture.shape
+        return torch.sigmoid(x[:, :, :height, :width])  # sizes that do not halve evenly are cropped
+
+
+def initialise(generator: Generator, random: torch.Generator) -> None:
+    """DC-GAN's start: normal with standard deviation 0.02, biases zero; from `random` alone."""
+    for module in generator.modules():
+        if isinstance(module, nn.Linear | nn.ConvTranspose2d):
+            nn.init.normal_(module.weight, std=0.02, generator=random)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def draw_latent(count: int, architecture: Architecture, random: torch.Generator) -> Tensor:
+    """The paper says Gaussian; its code draws from U(−1, 1)."""
+    if architecture.latent_law == "normal":
+        return torch.randn(count, architecture.latent, generator=random)
+    return torch.rand(count, architecture.latent, generator=random) * 2 - 1

@@ -1,0 +1,201 @@
+"""A run directory: everything about one training run, and in it `release/`, the part that may leave.
+
+config.json      what was asked for and what is done
+ledger.jsonl     every charge, durable before its noise was drawn
+metrics.jsonl    for the owner: losses and the like are not covered by ε
+checkpoints/     teachers and student (mode 0600: teachers are made of records)
+journal/         released values since the last checkpoint
+release/         generator, certificate, a copy of the ledger, a picture
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from datalens.config import Settings
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.privacy.journal import Journal
+from datalens.privacy.ledger import Budget, Ledger
+from datalens.progress import bar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHECKPOINT_SECONDS = 20.0
+# Past this size the journal alone carries a resumed run: replaying steps is cheaper than writing them.
+CHECKPOINT_BYTES = 4 * 2**30
+
+
+class Stateful(Protocol):
+    def state(self) -> "dict[str, Tensor]": ...
+
+    def load_state(self, state: "dict[str, Tensor]") -> None: ...
+
+
+class Run:
+    """An open, locked run directory. One process at a time; the lock goes with the process."""
+
+    def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
+        self.path = path
+        self.config = config
+        self.settings = Settings.from_dict(config["settings"])
+        self.schema = schema_from_dict(config["schema"])
+        self.journal = Journal(path / "journal")
+        self.interrupted = False
+        self.completed = 0  # steps the student has learned from
+        self._lock = lock
+        self.ledger = Ledger.open(path / "ledger.jsonl")
+
+    @classmethod
+    def create(
+        cls, path: Path, *, options: dict[str, Any], settings: Settings, budget: Budget, schema: Schema
+    ) -> "Run":
+        """A new directory, written whole beside its place and then moved there; nothing existing is touched."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            resumable = (path / "ledger.jsonl").exists()
+            advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
+            raise DatalensError(f"{path} exists already: {advice}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            for folder in (draft, draft / "checkpoints", draft / "journal"):
+                folder.mkdir(mode=0o700)
+            config = {"version": 1, "options": options, "settings": settings.as_dict(), "schema": schema.as_dict()}
+            write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
+            Ledger.create(draft / "ledger.jsonl", budget).close()
+            os.replace(draft, path)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        config = read_config(path)
+        lock = open(path / "lock", "wb")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise DatalensError(
+                f"another process is training in {path}: wait for it, or choose another --out"
+            ) from None
+        return cls(path, config, lock)
+
+    def close(self) -> None:
+        self.ledger.close()
+        self._lock.close()
+
+    def steps(self, count: int, *, student: Stateful, teachers: Stateful) -> Iterator[int]:
+        """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
+
+        A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
+        """
+        self.completed = start = self._restore(student, teachers)
+        written, cost = time.monotonic(), 0.0
+        with self._until_interrupted(), bar("training", count) as (progress, task):
+            progress.update(task, completed=start)
+            for step in range(start, count):
+                yield step
+                self.completed = step + 1
+                progress.update(task, completed=step + 1)
+                due = time.monotonic() - written > max(CHECKPOINT_SECONDS, 20 * cost)
+                if due or self.interrupted or step + 1 == count:
+                    began = time.monotonic()
+                    self._checkpoint(step + 1, student, teachers)
+                    written, cost = time.monotonic(), time.monotonic() - began
+                if self.interrupted:
+                    return
+
+    def record(self, step: int, **values: float) -> None:
+        """One line for the owner. Private: losses are not covered by ε."""
+        line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(self.ledger.spent()), **values}
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _checkpoint(self, step: int, student: Stateful, teachers: Stateful) -> None:
+        from safetensors.torch import save_file
+
+        state = {f"student.{k}": v for k, v in student.state().items()}
+        state |= {f"teachers.{k}": v for k, v in teachers.state().items()}
+        if sum(v.numel() * v.element_size() for v in state.values()) > CHECKPOINT_BYTES:
+            return
+        draft = self.path / "checkpoints" / "latest.tmp"
+        draft.touch(mode=0o600)
+        save_file({k: v.contiguous().cpu() for k, v in state.items()}, draft, metadata={"step": str(step)})
+        draft.chmod(0o600)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, self.path / "checkpoints" / "latest.safetensors")
+        self.journal.forget_before(self.ledger, step=step)
+
+    def _restore(self, student: Stateful, teachers: Stateful) -> int:
+        from safetensors import safe_open
+
+        path = self.path / "checkpoints" / "latest.safetensors"
+        if not path.exists():
+            return 0
+        with safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+            step = int(file.metadata()["step"])
+        student.load_state({k.removeprefix("student."): v for k, v in state.items() if k.startswith("student.")})
+        teachers.load_state({k.removeprefix("teachers."): v for k, v in state.items() if k.startswith("teachers.")})
+        return step
+
+    @contextlib.contextmanager
+    def _until_interrupted(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) finishes the step under way and keeps it; a second one stops at once."""
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        try:
+            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are somebody else's
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file() or not (path / "ledger.jsonl").is_file():
+        raise DatalensError(f"{path} is not a run: it has no config.json and ledger.jsonl")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or not {"settings", "schema", "options"} <= set(config):
+            raise ValueError("fields are missing")
+    except ValueError as error:
+        raise DatalensError(f"{path / 'config.json'} is damaged ({error})") from error
+    return config
+
+
+def schema_from_dict(fields: dict[str, Any]) -> Schema:
+    return Schema(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole file or none of it, also after a crash."""
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,67 @@
+"""Training randomness that no guarantee rests on: counter-based, keyed by (seed, purpose, teacher, step).
+
+A teacher's draws depend on nothing else: not on the other teachers' shares, not on how teachers are
+split into chunks or over machines, and they are the same bits on a CPU and a GPU. Privacy noise never
+comes from here.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def derive(seed: int, *parts: object) -> int:
+    """A 63-bit number from a seed and a path of names and counters."""
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(seed: int, *parts: object) -> torch.Generator:
+    """A fresh CPU generator for this path: the same numbers whatever was drawn before."""
+    return torch.Generator().manual_seed(derive(seed, *parts))
+
+
+def uniform(seed: int, *parts: object, teachers: Tensor, count: int) -> Tensor:
+    """Uniforms in [0, 1), float32, [len(teachers), count], on the device of `teachers`."""
+    bits = _mix(_keyed_counters(derive(seed, *parts), teachers, count))
+    return _to_unit(bits)
+
+
+def normal(seed: int, *parts: object, teachers: Tensor, count: int) -> Tensor:
+    """Standard normals, float32, [len(teachers), count]."""
+    radius = torch.sqrt(-2 * torch.log1p(-uniform(seed, *parts, "radius", teachers=teachers, count=count)))
+    return radius * torch.cos(2 * torch.pi * uniform(seed, *parts, "angle", teachers=teachers, count=count))
+
+
+def _keyed_counters(key: int, teachers: Tensor, count: int) -> Tensor:
+    """One 32-bit word per (teacher, position): a per-teacher key mixed into a counter, twice."""
+    low, high = _signed32(key & 0xFFFFFFFF), _signed32(key >> 32)
+    row = _mix(_mix(teachers.to(torch.int32) ^ low) + high)  # [teachers]
+    row_again = _mix(row + _signed32(0x9E3779B9))
+    counter = torch.arange(count, dtype=torch.int32, device=teachers.device)
+    return _mix(counter.unsqueeze(0) + row.unsqueeze(1)).bitwise_xor_(row_again.unsqueeze(1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser with low bias (Wellons 2018): xor-shifts and wrapping products. Does not touch its input."""
+    x = x ^ _logical_shift(x, 16)
+    x *= _signed32(0x7FEB352D)
+    x ^= _logical_shift(x, 15)
+    x *= _signed32(0x846CA68B)
+    x ^= _logical_shift(x, 16)
+    return x
+
+
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    """torch's >> on signed integers copies the sign bit; a mask takes the copies away."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _to_unit(bits: Tensor) -> Tensor:
+    return _logical_shift(bits, 8).to(torch.float32).mul_(2.0**-24)
+
+
+def _signed32(value: int) -> int:
+    return int(np.uint32(value).astype(np.int32))

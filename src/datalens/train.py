@@ -1,0 +1,107 @@
+"""One training run from start to release: what `datalens train` and the reproduce harness both call."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+from datalens.config import Settings, TrainOptions, options_as_dict
+from datalens.datasets import formats
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.plan import make_plan
+from datalens.privacy.ledger import json_number
+from datalens.progress import say
+from datalens.runs import Run
+
+
+def train(options: TrainOptions) -> dict[str, Any]:
+    """Train, or continue a run, and write its release. Returns the facts `--json` prints."""
+    began = time.monotonic()
+    device = choose_device(options.device)
+    run = _continue(options) if options.resume else _start(options)
+    try:
+        settings, budget = run.settings, run.ledger.budget
+        noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g}"
+        say(
+            f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
+            f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
+            f"budget {budget.describe(budget.epsilon)}"
+        )
+        steps = _train_and_release(run, options, device)
+        spent = run.ledger.spent()
+        private = math.isfinite(budget.epsilon) and not settings.noise_seeded
+        queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
+        stamp = "" if private else " NOT PRIVATE."
+        state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
+        say(
+            f"{state} {steps} steps, spent {budget.describe(spent)}.{stamp} "
+            f"Pictures: {run.path / 'release' / 'samples.png'}"
+        )
+        return {
+            "run": str(run.path),
+            "method": settings.method,
+            "preset": settings.preset,
+            "epsilon": json_number(budget.epsilon),
+            "epsilon_spent": json_number(spent),
+            "delta": budget.delta,
+            "relation": budget.relation,
+            "accountant": budget.accountant,
+            "steps": steps,
+            "queries": queries,
+            "sigma": settings.sigma,
+            "seconds": round(time.monotonic() - began, 2),
+            "private": private,
+            "interrupted": run.interrupted,
+        }
+    finally:
+        run.close()
+
+
+def choose_device(name: str) -> "Any":
+    import torch
+
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise DatalensError("no CUDA device is at hand: use --device cpu or auto")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def _start(options: TrainOptions) -> Run:
+    if options.data is None:
+        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
+    schema = formats.schema(options.data, nominal_size=options.nominal_size)
+    budget, settings = make_plan(options, schema)
+    formats.load(options.data, nominal_size=options.nominal_size)  # broken data is found before the run exists
+    return Run.create(options.out, options=options_as_dict(options), settings=settings, budget=budget, schema=schema)
+
+
+def _continue(options: TrainOptions) -> Run:
+    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
+    run = Run.open(options.out)
+    begun, asked = run.config["options"], options_as_dict(options)
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+    for name, value in asked.items():
+        if getattr(options, name) != defaults[name] and value != begun.get(name):
+            run.close()
+            raise DatalensError(
+                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
+            )
+    return run
+
+
+def _train_and_release(run: Run, options: TrainOptions, device: "Any") -> int:
+    """Steps whose releases the student has learned from."""
+    from datalens.methods import datalens
+    from datalens.privacy.noise import SecureNoise, SeededNoise
+    from datalens.released.release import write_release
+
+    settings: Settings = run.settings
+    seed = run.config["options"]["noise_seed"]
+    noise = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
+    begun = run.config["options"]
+    dataset = formats.load(begun["data"], nominal_size=begun["nominal_size"])
+    student = datalens.train(run, dataset, settings, noise=noise, device=device)
+    if not run.ledger.events:
+        raise BudgetExceeded("not one release fitted into the budget: raise --epsilon, or lower --k or --batch")
+    write_release(run.path, student.generator, settings=settings, schema=run.schema, ledger=run.ledger)
+    return run.completed
