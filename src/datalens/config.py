@@ -90,6 +90,7 @@ class Settings:
     network: Literal["spectral", "compact", "paper"]
     hidden: int
     teacher_rate: float
+    teacher_weight_decay: float
     teacher_steps: int
     teacher_steps_first: int
     basis: Literal["pixel", "dct"]
@@ -105,6 +106,7 @@ class Settings:
     gamma: float
     student_rate: float
     student_decay: bool
+    balanced_labels: bool
     latent: int
     latent_law: Literal["normal", "uniform"]
 

@@ -38,6 +38,7 @@ def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource,
         make_shares(dataset, network, s, device),
         batch=s.batch,
         learning_rate=s.teacher_rate,
+        weight_decay=s.teacher_weight_decay,
         seed=s.seed,
     )
     student = Student(
@@ -46,6 +47,7 @@ def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource,
         gamma=s.gamma,
         learning_rate=s.student_rate,
         decay_over=s.steps if s.student_decay else None,
+        balanced_labels=s.balanced_labels,
         seed=s.seed,
         device=device,
     )

@@ -81,8 +81,10 @@ class Convolutional:
     """The DC-GAN discriminator of the paper: 5×5 convolutions of stride 2, then two dense layers.
 
     `paper` size: channels (11, 42), hidden 256, the label as one-hot planes at every layer (about 556 k
-    parameters for 28×28 grey and ten classes). `compact`: fewer channels, the label in the dense
-    layers only. Batch norm (by batch statistics, per teacher) on all but the first convolution.
+    parameters for 28×28 grey and ten classes). `compact`: fewer channels, the label in the dense layers
+    only, and no batch norm there: normalising a batch of nothing but fakes hides from the teacher, and
+    from its gradient, how all of them are off together. Batch norm is by batch statistics, per teacher, on all
+    convolutions but the first.
 
     A one-hot plane convolved with zero padding is a fixed map per class, so it is computed once per
     class and looked up by label instead of being carried through the patches: the same function.
@@ -94,6 +96,7 @@ class Convolutional:
     channels: tuple[int, ...]
     hidden: int
     label_planes: bool
+    dense_norm: bool
 
     def features(self, images: Tensor) -> Tensor:
         return images
@@ -119,7 +122,9 @@ class Convolutional:
             x = F.leaky_relu(x, 0.2)
         x = torch.bmm(x.reshape(n, b, -1), parameters["dense.weight"]) + parameters["dense.bias"].unsqueeze(1)
         x = x + _by_label(parameters["dense.label"], labels)
-        x = F.leaky_relu(_batch_norm(x, parameters["dense.scale"], parameters["dense.shift"]), 0.2)
+        if self.dense_norm:
+            x = _batch_norm(x, parameters["dense.scale"], parameters["dense.shift"])
+        x = F.leaky_relu(x, 0.2)
         out = torch.bmm(x, parameters["out.weight"].unsqueeze(2)).squeeze(2)
         return out + parameters["out.label"].gather(1, labels) + parameters["out.bias"]
 
@@ -144,7 +149,9 @@ class Convolutional:
                 shapes[f"conv{layer}.scale"] = shapes[f"conv{layer}.shift"] = (outputs,)
             inputs, height, width = outputs, (height + 1) // 2, (width + 1) // 2
         shapes["dense.weight"] = (height * width * inputs, self.hidden)
-        shapes["dense.bias"] = shapes["dense.scale"] = shapes["dense.shift"] = (self.hidden,)
+        shapes["dense.bias"] = (self.hidden,)
+        if self.dense_norm:
+            shapes["dense.scale"] = shapes["dense.shift"] = (self.hidden,)
         shapes["dense.label"] = (classes, self.hidden)
         shapes["out.weight"] = (self.hidden,)
         shapes["out.label"] = (classes,)
@@ -177,6 +184,7 @@ def paper_network(basis: Basis, classes: int) -> Convolutional:
         channels=(colour + classes, 32 + classes),
         hidden=256,
         label_planes=True,
+        dense_norm=True,
     )
 
 
@@ -185,7 +193,13 @@ def compact_network(basis: Basis, classes: int) -> Convolutional:
     side = max(basis.shape[1:])
     channels = (8, 16, 16, 16, 16)[: 2 + max(0, (side - 1).bit_length() - 5)]
     return Convolutional(
-        basis=basis, shape=basis.shape, classes=classes, channels=channels, hidden=16, label_planes=False
+        basis=basis,
+        shape=basis.shape,
+        classes=classes,
+        channels=channels,
+        hidden=16,
+        label_planes=False,
+        dense_norm=False,
     )
 
 

@@ -27,7 +27,7 @@ class Fakes(Protocol):
 
 
 class Teachers:
-    """All teachers, in chunks that bound the memory. Chunks do not change a single bit of any row."""
+    """All teachers, in chunks that bound the memory. How they are chunked changes no row beyond rounding."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Teachers:
         *,
         batch: int,
         learning_rate: float,
+        weight_decay: float,
         seed: int,
         chunk: int | None = None,
     ) -> None:
@@ -45,7 +46,7 @@ class Teachers:
         self._seed = seed
         chunk = chunk or chunk_that_fits(network.bytes_per_teacher(batch), shares.device)
         self._chunks = [
-            _Chunk(network, teachers, learning_rate, seed)
+            _Chunk(network, teachers, learning_rate, weight_decay, seed)
             for teachers in torch.arange(shares.teachers, device=shares.device).split(chunk)
         ]
 
@@ -92,18 +93,24 @@ class Teachers:
 class _Chunk:
     """Some teachers, their parameters and their optimiser. Adam is elementwise, so teachers do not meet in it."""
 
-    def __init__(self, network: Network, teachers: Tensor, rate: float, seed: int) -> None:
+    def __init__(self, network: Network, teachers: Tensor, rate: float, decay: float, seed: int) -> None:
         self.teachers = teachers
         self.parameters: Parameters = {k: v.requires_grad_() for k, v in network.parameters(teachers, seed).items()}
-        self._adam = torch.optim.Adam(self.parameters.values(), lr=rate, betas=(0.5, 0.999), fused=True)
+        self._adam = torch.optim.Adam(
+            self.parameters.values(), lr=rate, betas=(0.5, 0.999), weight_decay=decay, fused=True
+        )
 
     def fit(self, network: Network, real: Tensor, labels: Tensor, fake: Tensor, fake_labels: Tensor) -> Tensor:
         n = len(self.teachers)
         # Real and fake in separate passes: batch norm sees them apart, as in DC-GAN.
         real_logits = network.logits(self.parameters, real, labels)
         fake_logits = network.logits(self.parameters, fake.expand(n, *fake.shape), fake_labels.expand(n, -1))
+        real_weight, fake_weight = matching_weights(labels, fake_labels)
         # −log D(x) − log(1 − D(G(z))), a mean over the batch, a sum over teachers: their gradients stay apart.
-        loss = (F.softplus(-real_logits).mean(dim=1) + F.softplus(fake_logits).mean(dim=1)).sum()
+        losses = (real_weight * F.softplus(-real_logits)).sum(dim=1) + (fake_weight * F.softplus(fake_logits)).sum(
+            dim=1
+        )
+        loss = losses.sum()
         self._adam.zero_grad()
         loss.backward()
         self._adam.step()
@@ -131,6 +138,20 @@ class _Chunk:
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"adam.{name}.{key}" in state
             }
+
+
+def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of real [n, b] and fake [n, m] images under which both have the same labels, teacher by teacher.
+
+    A share of a few records misses most classes. Weighted evenly, a teacher would learn "class 7 is always fake"
+    and vote with that; the authors' code draws each teacher's fakes for the labels of its own records instead.
+    Weighting the shared fakes does the same without generating N batches. Own share only: independence holds.
+    """
+    same = labels.unsqueeze(2) == fake_labels  # [n, b, m]
+    matches = same.sum(dim=2, keepdim=True)  # [n, b, 1]: fakes with this record's label
+    real_weight = (matches.squeeze(2) > 0) / labels.shape[1]
+    fake_weight = (same / matches.clamp(min=1)).sum(dim=1) / labels.shape[1]
+    return real_weight, fake_weight
 
 
 def chunk_that_fits(bytes_per_teacher: int, device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """The student's network: a DC-GAN generator with labels, for any image size."""
 
+import copy
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -85,6 +86,25 @@ def initialise(generator: Generator, random: torch.Generator) -> None:
             nn.init.normal_(module.weight, std=0.02, generator=random)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def recalibrated(generator: Generator, random: torch.Generator) -> Generator:
+    """A copy whose batch-norm buffers are averages over many images of the final weights: what sampling uses.
+
+    The running averages of training follow batches of a few images and weights that were still moving. Only public
+    latents and labels go in, so this is post-processing.
+    """
+    final = copy.deepcopy(generator)
+    device = next(final.parameters()).device
+    for module in final.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # a plain average over the batches that follow
+    labels = torch.arange(500, device=device) % generator.architecture.classes
+    with torch.no_grad():
+        for _ in range(10):
+            final.train()(draw_latent(len(labels), generator.architecture, random).to(device), labels)
+    return final.eval()
 
 
 def draw_latent(count: int, architecture: Architecture, random: torch.Generator) -> Tensor:

@@ -16,7 +16,7 @@ from datalens.errors import DatalensError
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
-from datalens.released.generator import Architecture, Generator, draw_latent
+from datalens.released.generator import Architecture, Generator, draw_latent, recalibrated
 from datalens.released.synthetic import SyntheticDataset, grid
 
 
@@ -27,6 +27,7 @@ def write_release(run: Path, generator: Generator, *, settings: Settings, schema
         shutil.rmtree(leftover, ignore_errors=True)
     draft.mkdir()
     architecture = json.dumps(generator.architecture.as_dict())
+    generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
     weights = {name: value.detach().cpu().contiguous() for name, value in generator.state_dict().items()}
     metadata = {"architecture": architecture, "classes": json.dumps(schema.classes)}
     save_file(weights, draft / certificates.WEIGHTS, metadata=metadata)

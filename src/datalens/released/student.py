@@ -34,6 +34,7 @@ class Student:
         gamma: float,
         learning_rate: float,
         decay_over: int | None,
+        balanced_labels: bool,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -43,17 +44,20 @@ class Student:
         self._adam = torch.optim.Adam(self.generator.parameters(), lr=learning_rate, betas=(0.5, 0.999))
         self._rate = learning_rate
         self._decay_over = decay_over
+        self._balanced_labels = balanced_labels
         self._batch = batch
         self._gamma = gamma
         self._seed = seed
         self._device = device
 
     def generate(self, step: int) -> Fakes:
-        """m noise samples with uniform labels, and their images."""
+        """m noise samples, labels drawn uniformly or one class after the other, and their images."""
         random = streams.generator(self._seed, "fakes", step)
         architecture = self.generator.architecture
         z = draw_latent(self._batch, architecture, random).to(self._device)
         labels = torch.randint(architecture.classes, (self._batch,), generator=random).to(self._device)
+        if self._balanced_labels:
+            labels = (labels[0] + torch.arange(self._batch, device=self._device)) % architecture.classes
         self.generator.train()
         return Fakes(images=self.generator(z, labels), labels=labels, step=step)
 

@@ -1,12 +1,226 @@
-"""placeholder"""
+"""`datalens reproduce`: a table is a list of cells, a cell is a run with ledger and certificate, and its score.
 
+Each finished cell is a small JSON file, so an interrupted table goes on where it stopped. The output is
+Markdown, CSV, JSON and a plot, with the paper's printed value beside ours.
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from datalens.config import TrainOptions
+from datalens.errors import DatalensError
+from datalens.progress import say
+from datalens.runs import write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a cell's release is scored; the same for every cell of a table."""
+
+    count: int
+    epochs: int
+    seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One figure of a table: how to train it, and what the paper prints (None: the paper has no such cell)."""
+
+    row: str
+    column: str
+    paper: float | None
+    options: dict[str, Any] | None  # for TrainOptions; None: not built yet, the paper's value stands alone
+
+    @property
+    def name(self) -> str:
+        text = f"{self.row} {self.column}".lower()
+        return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of the paper. `cells(full)` lists its figures; `note(full)` says honestly how they were made."""
+
+    title: str
+    cells: Callable[[bool], list[Cell]]
+    note: Callable[[bool], str]
+    scoring: Callable[[bool], Scoring]
+
+
+def tables() -> dict[str, Table]:
+    from datalens.reproduce import table1
+
+    return {"table1": table1.TABLE}
+
 
 def listing() -> dict[str, str]:
-    return {}
+    return {name: table.title for name, table in tables().items()}
 
 
-def reproduce(what: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
-    raise NotImplementedError
+def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
+    """Run what is missing, then write the table. Returns where everything is."""
+    known = tables()
+    if name not in known:
+        raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(known)}")
+    table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    cells = table.cells(full)
+    runnable = [cell for cell in cells if cell.options is not None]
+    results: dict[str, dict[str, Any]] = {}
+    for number, cell in enumerate(runnable, start=1):
+        path = folder / "cells" / f"{cell.name}.json"
+        if not path.exists():
+            say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
+            result = _run_cell(cell, table.scoring(full), folder / "runs" / cell.name, device)
+            write_atomically(path, json.dumps(result, indent=1).encode())
+        results[cell.name] = json.loads(path.read_text(encoding="utf-8"))
+    return _write(name, table, cells, results, folder, full=full)
+
+
+def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str, Any]:
+    from datalens.datasets import sources
+    from datalens.evaluate.utility import evaluate
+    from datalens.released.certificate import check_release
+    from datalens.released.release import sample
+    from datalens.train import choose_device, train
+
+    assert cell.options is not None
+    options = TrainOptions(out=run, device=device, resume=(run / "ledger.jsonl").exists(), **cell.options)  # type: ignore[arg-type]
+    trained = train(options)
+    if trained["interrupted"]:
+        raise KeyboardInterrupt
+    problems = check_release(run / "release").problems
+    if problems:
+        raise DatalensError(f"{run}: {problems[0]}")
+    real, test = sources.load(cell.options["data"], "train"), sources.load(cell.options["data"], "test")
+    synthetic = sample(run / "release", count=scoring.count, seed=0)
+    score = evaluate(
+        synthetic,
+        real.images,
+        real.labels,
+        test.images,
+        test.labels,
+        seeds=scoring.seeds,
+        epochs=scoring.epochs,
+        device=choose_device(device),
+    )
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "paper": cell.paper,
+        "date": datetime.now(UTC).date().isoformat(),
+        "utility": score.as_dict(),
+        "train": {key: value for key, value in trained.items() if key != "run"},
+        "settings": synthetic.certificate["settings"],
+        "certificate_sha256": synthetic.certificate["sha256"]["certificate"],
+        "versions": synthetic.certificate["versions"],
+    }
+
+
+def _write(
+    name: str, table: Table, cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path, *, full: bool
+) -> dict[str, Any]:
+    rows = [_row(cell, results.get(cell.name)) for cell in cells]
+    base = folder / name
+    write_atomically(
+        base.with_suffix(".json"), json.dumps({"table": name, "full": full, "rows": rows}, indent=1).encode()
+    )
+    with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    heading = f"# {table.title} ({'full' if full else 'quick'})\n\n{table.note(full)}\n\n"
+    write_atomically(base.with_suffix(".md"), (heading + _markdown(rows)).encode())
+    _plot(rows, table.title, base.with_suffix(".png"))
+    return {
+        "table": name,
+        "full": full,
+        "markdown": str(base.with_suffix(".md")),
+        "csv": str(base.with_suffix(".csv")),
+        "plot": str(base.with_suffix(".png")),
+        "rows": rows,
+    }
+
+
+def _row(cell: Cell, result: dict[str, Any] | None) -> dict[str, Any]:
+    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
+    score, trained = (result["utility"], result["train"]) if result else ({}, {})
+    ours = score.get("accuracy")
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "paper": cell.paper,
+        "ours": ours,
+        "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
+        "std": score.get("accuracy_std"),
+        "best_epoch": score.get("accuracy_best_epoch"),
+        "real": score.get("accuracy_real"),
+        "epsilon": trained.get("epsilon"),
+        "epsilon_spent": trained.get("epsilon_spent"),
+        "delta": trained.get("delta"),
+        "relation": trained.get("relation"),
+        "accountant": trained.get("accountant"),
+        "steps": trained.get("steps"),
+        "teachers": result["settings"]["teachers"] if result else None,
+        "train_seconds": trained.get("seconds"),
+    }
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    def show(value: float | None, digits: int = 4) -> str:
+        return "—" if value is None else f"{value:.{digits}f}"
+
+    lines = [
+        "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
+        "teachers | steps | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        ours = show(r["ours"]) + (f" ± {r['std']:.4f}" if r["std"] else "")
+        cost = (
+            "not run: its method is not built yet"
+            if r["ours"] is None
+            else f"{float(r['epsilon_spent']):.4g}, {r['delta']:g}, {r['relation']}, {r['accountant']}"
+        )
+        difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
+        lines.append(
+            f"| {r['row']} | {r['column']} | {show(r['paper'])} | {ours} | {difference} | {show(r['best_epoch'])} | "
+            f"{show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
+            f"{show(r['train_seconds'], 1)} |"
+        )
+    notes = (
+        "\n¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
+        "² The same classifier trained on as many real images: the ceiling.\n"
+    )
+    return "\n".join(lines) + "\n" + notes
+
+
+def _plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Paper and ours side by side, for the cells we ran."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [r for r in rows if r["ours"] is not None]
+    figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(shown), 4.2), layout="constrained")
+    places = range(len(shown))
+    axes.bar([p - 0.2 for p in places], [r["paper"] or 0 for r in shown], 0.38, label="paper", color="#9aa5b1")
+    axes.bar(
+        [p + 0.2 for p in places], [r["ours"] for r in shown], 0.38, yerr=[r["std"] or 0 for r in shown],
+        label="ours", color="#2463b4",
+    )  # fmt: skip
+    for p, r in zip(places, shown, strict=True):
+        axes.text(p + 0.2, r["ours"] + 0.015, f"{r['ours']:.2f}", ha="center", fontsize=8)
+        if r["paper"] is not None:
+            axes.text(p - 0.2, r["paper"] + 0.015, f"{r['paper']:.2f}", ha="center", fontsize=8)
+    axes.set_xticks(list(places), [f"{r['row']}\n{r['column']}" for r in shown], fontsize=8)
+    axes.set(ylim=(0, 1.05), ylabel="accuracy on real test images", title=title)
+    axes.legend(loc="upper right", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

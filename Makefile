@@ -1,0 +1,47 @@
+# From a clean clone: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := runs/demo
+
+.PHONY: help demo test test-slow check clean
+help:
+	@echo "make demo       train on MNIST at epsilon 1, sample, evaluate, verify"
+	@echo "make test       all checks and all fast tests"
+	@echo "make test-slow  tests that take minutes or need the network"
+	@echo "make check      ruff, mypy, import contracts"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "datalens needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/datalens data get mnist
+	rm -rf $(DEMO)
+	$(BIN)/datalens train --data mnist --epsilon 1 --delta 1e-5 --out $(DEMO)
+	$(BIN)/datalens verify $(DEMO)
+	$(BIN)/datalens sample $(DEMO) --count 10000 --out $(DEMO)/synthetic.npz
+	$(BIN)/datalens evaluate $(DEMO)/synthetic.npz --data mnist --seeds 1
+	@echo "The pictures: $(DEMO)/release/samples.png"
+	@echo "The synthetic data set, with its certificate inside: $(DEMO)/synthetic.npz"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest -q --cov=datalens --cov-report=
+	$(BIN)/python -m coverage report --include='*/datalens/privacy/*,*/datalens/bounded/*,*/datalens/private/partition.py' \
+	  --show-missing --fail-under=100
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+clean:
+	rm -rf $(VENV) runs build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""The harness on a table of our own: cells are runs, finished cells are kept, the paper's figures stand beside."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from datalens.errors import DatalensError
+from datalens.released.certificate import check_release
+from datalens.reproduce import harness, table1
+from datalens.reproduce.harness import Cell, Scoring, Table
+
+
+@pytest.fixture
+def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"data": "digits", "preset": "quick", "teachers": 20, "steps": 2}
+    cells = [
+        Cell(row="digits ε=1", column="DataLens", paper=0.5, options=tiny),
+        Cell(row="digits ε=1", column="ours", paper=None, options=tiny | {"epsilon": 2.0}),
+        Cell(row="digits ε=1", column="later", paper=0.25, options=None),
+    ]
+    table = Table(
+        title="A small table",
+        cells=lambda full: cells,
+        note=lambda full: "Tiny.",
+        scoring=lambda full: Scoring(count=100, epochs=1, seeds=1),
+    )
+    monkeypatch.setattr(harness, "tables", lambda: {"small": table})
+
+
+def test_cells_are_runs_and_are_kept(small_table: None, tmp_path: Path) -> None:
+    result = harness.reproduce("small", full=False, out=tmp_path, device="cpu")
+    folder = tmp_path / "small-quick"
+    rows = list(csv.DictReader((folder / "small.csv").open(encoding="utf-8")))
+    assert [row["column"] for row in rows] == ["DataLens", "ours", "later"]
+    assert rows[2]["ours"] == "" and rows[2]["paper"] == "0.25"
+    assert float(rows[0]["difference"]) == pytest.approx(float(rows[0]["ours"]) - 0.5, abs=1e-4)
+    for run in (folder / "runs").iterdir():
+        assert check_release(run / "release").problems == ()
+    text = Path(result["markdown"]).read_text(encoding="utf-8")
+    assert "0.5000" in text and "add-remove, exact" in text and "not run" in text
+    assert Path(result["plot"]).stat().st_size > 1000
+
+    # A finished cell is not run again: its figure is read back, even a doctored one.
+    kept = folder / "cells" / "digits-ε-1-datalens.json"
+    doctored = json.loads(kept.read_text(encoding="utf-8"))
+    doctored["utility"]["accuracy"] = 0.125
+    kept.write_text(json.dumps(doctored), encoding="utf-8")
+    again = harness.reproduce("small", full=False, out=tmp_path, device="cpu")
+    assert again["rows"][0]["ours"] == 0.125
+
+
+def test_unknown_table_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(DatalensError, match="table1"):
+        harness.reproduce("table99", full=False, out=tmp_path, device="cpu")
+    assert not any(tmp_path.iterdir())
+
+
+def test_table1_is_the_papers() -> None:
+    cells = table1.cells(full=True)
+    assert len({cell.name for cell in cells}) == len(cells) == 4 * 7
+    datalens = {cell.row: cell.paper for cell in cells if cell.column == "DataLens"}
+    assert datalens == {
+        "MNIST ε=1": 0.7123,
+        "MNIST ε=10": 0.8066,
+        "Fashion-MNIST ε=1": 0.6478,
+        "Fashion-MNIST ε=10": 0.7061,
+    }
+    quick = [cell for cell in table1.cells(full=False) if cell.column == "DataLens"]
+    assert all(cell.options is not None and cell.options["teachers"] == 300 for cell in quick)
+    assert "300" in table1.note(full=False)  # the smaller size is said where the figures are

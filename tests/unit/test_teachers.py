@@ -1,0 +1,341 @@
+"""The vectorised ensemble against a plain loop over one nn.Module per teacher, and teacher independence."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from datalens.basis import make_basis
+from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
+from datalens.private.partition import Partition, hashed, record_keys
+from datalens.private.shares import Shares
+from datalens.private.teachers import Teachers, chunk_that_fits
+
+SHAPE, CLASSES, TEACHERS, BATCH = (1, 12, 12), 3, 6, 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class InDouble:
+    """A network in float64. In float32 Adam blows rounding up: a gradient of 1e-9 moves a weight as far as 1 does."""
+
+    network: Network
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.network.features(images.double())
+
+    def votes(self, gradients: Tensor) -> Tensor:
+        return self.network.votes(gradients)
+
+    def parameters(self, teachers: Tensor, seed: int) -> dict[str, Tensor]:
+        return {name: value.double() for name, value in self.network.parameters(teachers, seed).items()}
+
+    def logits(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor) -> Tensor:
+        return self.network.logits(parameters, features, labels)
+
+    def bytes_per_teacher(self, batch: int) -> int:
+        return self.network.bytes_per_teacher(batch)
+
+
+def networks() -> dict[str, Network]:
+    dct, pixel = make_basis("dct", SHAPE, 20), make_basis("pixel", SHAPE, None)
+    return {
+        "spectral": Spectral(basis=dct, classes=CLASSES, hidden=4),
+        "compact": compact_network(dct, CLASSES),
+        "paper": paper_network(pixel, CLASSES),
+    }
+
+
+def records(count: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (count, 12, 12, 1), dtype=np.uint8), random.integers(0, CLASSES, count)
+
+
+def make_teachers(
+    network: Network, images: np.ndarray, labels: np.ndarray, *, chunk: int | None = None, device: str = "cpu"
+) -> Teachers:
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    return teachers_on(network, partition, images, labels, chunk=chunk, device=device)
+
+
+def teachers_on(
+    network: Network,
+    partition: Partition,
+    images: np.ndarray,
+    labels: np.ndarray,
+    *,
+    chunk: int | None = None,
+    device: str = "cpu",
+) -> Teachers:
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32).to(device) / 255
+    shares = Shares(network.features(pixels), torch.from_numpy(labels).to(device), partition)
+    return Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7, chunk=chunk)
+
+
+def fakes(step: int, device: str = "cpu") -> Batch:
+    random = torch.Generator().manual_seed(step)
+    return Batch(
+        images=torch.rand(4, *SHAPE, generator=random).to(device),
+        labels=torch.randint(CLASSES, (4,), generator=random).to(device),
+    )
+
+
+def train_and_vote(teachers: Teachers, steps: int = 3, device: str = "cpu") -> Tensor:
+    """Some steps, then everybody's gradient: [teachers, m, d]."""
+    for step in range(steps):
+        teachers.fit_step(fakes(step, device), step=step, repeats=2)
+    return torch.cat([g.values for g in teachers.image_gradients(fakes(steps, device), step=steps)]).cpu()
+
+
+class LoopSpectral(nn.Module):
+    def __init__(self, network: Spectral, start: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.start = nn.ParameterDict(start)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        p = self.start
+        hidden = F.leaky_relu(x @ p["w1"] + p["b1"][labels], 0.2)
+        return hidden @ p["w2"] + (x * p["skip"][labels]).sum(1) + p["b2"][labels]
+
+
+class LoopConvolutional(nn.Module):
+    """One discriminator written with torch's own layers, the label concatenated as one-hot planes as in DC-GAN."""
+
+    def __init__(self, network: Convolutional, start: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.network = network
+        planes = CLASSES if network.label_planes else 0
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        inputs = network.shape[0]
+        with torch.no_grad():
+            for layer, outputs in enumerate(network.channels):
+                conv = nn.Conv2d(inputs + planes, outputs, 5, stride=2, padding=2)
+                weight = start[f"conv{layer}.weight"].view(inputs, 5, 5, outputs).permute(3, 0, 1, 2)
+                if planes:
+                    label = start[f"conv{layer}.label"].view(CLASSES, 5, 5, outputs).permute(3, 0, 1, 2)
+                    weight = torch.cat([weight, label], dim=1)
+                conv.weight.copy_(weight)
+                conv.bias.copy_(start[f"conv{layer}.bias"])
+                self.convs.append(conv)
+                self.norms.append(nn.BatchNorm2d(outputs, track_running_stats=False) if layer else nn.Identity())
+                inputs = outputs
+            dense = torch.cat([start["dense.weight"], start["dense.label"]])  # [features + classes, hidden]
+            self.dense = nn.Linear(*dense.shape)
+            self.dense.weight.copy_(dense.T)
+            self.dense.bias.copy_(start["dense.bias"])
+            self.norm = nn.Identity()
+            if network.dense_norm:
+                self.norm = nn.BatchNorm1d(dense.shape[1], track_running_stats=False)
+            out = torch.cat([start["out.weight"], start["out.label"]])
+            self.out = nn.Linear(len(out), 1)
+            self.out.weight.copy_(out.unsqueeze(0))
+            self.out.bias.copy_(start["out.bias"])
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        one_hot = F.one_hot(labels, CLASSES).to(x.dtype)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            if self.network.label_planes:
+                x = torch.cat([x, one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])], dim=1)
+            x = F.leaky_relu(norm(conv(x)), 0.2)
+        x = x.permute(0, 2, 3, 1).flatten(1)  # our dense layer sees positions before channels
+        x = F.leaky_relu(self.norm(self.dense(torch.cat([x, one_hot], dim=1))), 0.2)
+        return self.out(torch.cat([x, one_hot], dim=1)).squeeze(1)
+
+
+def loop_train_and_vote(network: InDouble, images: np.ndarray, labels: np.ndarray, steps: int = 3) -> Tensor:
+    """The oracle: one module and one Adam per teacher, one after the other."""
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32) / 255
+    shares = Shares(network.features(pixels), torch.from_numpy(labels), partition)
+    rows = []
+    for teacher in range(TEACHERS):
+        number = torch.tensor([teacher])
+        start = {name: value[0].clone() for name, value in network.parameters(number, seed=7).items()}
+        inner = network.network
+        loop = LoopSpectral if isinstance(inner, Spectral) else LoopConvolutional
+        module = loop(inner, start).double()
+        adam = torch.optim.Adam(module.parameters(), lr=1e-3, betas=(0.5, 0.999), weight_decay=0.01)
+        for step in range(steps):
+            batch = fakes(step)
+            for draw in range(2):
+                real, real_labels = shares.batch(number, size=BATCH, seed=7, step=step, draw=draw)
+                real_losses = -F.logsigmoid(module(real[0], real_labels[0]))
+                fake_losses = -F.logsigmoid(-module(network.features(batch.images), batch.labels))
+                loss = 0.0 * (real_losses.sum() + fake_losses.sum())
+                for c in range(CLASSES):  # each class weighs what the teacher's own records say
+                    mine, theirs = real_labels[0] == c, batch.labels == c
+                    if mine.any() and theirs.any():
+                        loss = loss + (real_losses[mine].sum() + fake_losses[theirs].mean() * mine.sum()) / BATCH
+                adam.zero_grad()
+                loss.backward()
+                adam.step()
+        batch = fakes(steps)
+        inputs = network.features(batch.images).requires_grad_()
+        gradient = torch.autograd.grad(F.logsigmoid(module(inputs, batch.labels)).sum(), inputs)[0]
+        rows.append(network.votes(gradient.unsqueeze(0))[0])
+    return torch.stack(rows)
+
+
+def relative_gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_ensemble_equals_a_loop_over_modules(family: str, device: str) -> None:
+    network = InDouble(networks()[family])
+    images, labels = records()
+    ours = train_and_vote(make_teachers(network, images, labels, device=device), device=device)
+    oracle = loop_train_and_vote(network, images, labels)
+    assert relative_gap(ours, oracle) < 1e-3
+    # The check has teeth: teachers that saw other records, or one step fewer, are told apart.
+    assert relative_gap(ours.roll(1, dims=0), oracle) > 0.1
+    fewer = train_and_vote(make_teachers(network, images, labels, device=device), steps=2, device=device)
+    assert relative_gap(fewer, oracle) > 0.05
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+def test_chunks_change_nothing(family: str) -> None:
+    network = InDouble(networks()[family])
+    images, labels = records()
+    whole = train_and_vote(make_teachers(network, images, labels))
+    for chunk in (1, 4):
+        parts = train_and_vote(make_teachers(network, images, labels, chunk=chunk))
+        assert relative_gap(parts, whole) < 1e-3
+
+
+def others_unchanged(network: Network, changed: tuple[np.ndarray, np.ndarray, Partition], teacher: int) -> bool:
+    """Whether every row but `teacher`'s is bit-identical to what the full data gives."""
+    images, labels = records()
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    before = train_and_vote(teachers_on(network, partition, images, labels))
+    after = train_and_vote(teachers_on(network, changed[2], changed[0], changed[1]))
+    others = [t for t in range(TEACHERS) if t != teacher]
+    return torch.equal(before[others], after[others]) and not torch.equal(before[teacher], after[teacher])
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+@pytest.mark.parametrize("victim", [0, 17, 59])
+def test_deleting_a_record_leaves_every_other_row_bit_identical(family: str, victim: int) -> None:
+    images, labels = records()
+    share = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test").share[victim]
+    images, labels = np.delete(images, victim, axis=0), np.delete(labels, victim)
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    assert others_unchanged(networks()[family], (images, labels, partition), int(share))
+
+
+def test_the_independence_check_catches_position_based_shares() -> None:
+    """The broken twin: shares by position shift every later record into another share."""
+    images, labels = np.delete(records()[0], 0, axis=0), np.delete(records()[1], 0)
+    by_position = Partition(share=np.arange(len(images)) % TEACHERS, teachers=TEACHERS)
+    assert not others_unchanged(networks()["spectral"], (images, labels, by_position), 0)
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+def test_a_nan_record_spoils_its_own_teacher_only(family: str) -> None:
+    network = networks()[family]
+    images, labels = records()
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32) / 255
+    spoiled = pixels.clone()
+    spoiled[partition.share == 2] = float("nan")
+
+    def rows(features: Tensor) -> Tensor:
+        shares = Shares(network.features(features), torch.from_numpy(labels), partition)
+        return train_and_vote(Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7))
+
+    before, after = rows(pixels), rows(spoiled)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(before[others], after[others])
+    assert after[2].isnan().all()
+
+
+def test_an_empty_share_votes_nothing_and_reads_nothing() -> None:
+    network = networks()["spectral"]
+    images, labels = records()
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    emptied = Partition(share=np.where(partition.share == 3, 4, partition.share), teachers=TEACHERS)
+    rows = train_and_vote(teachers_on(network, emptied, images, labels))
+    assert (rows[3] == 0).all()
+    assert (rows[[0, 1, 2, 4, 5]].abs().sum(dim=(1, 2)) > 0).all()
+    # What an empty share draws is the stand-in, not a neighbour's record.
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32) / 255
+    shares = Shares(network.features(pixels), torch.from_numpy(labels), emptied)
+    drawn, _ = shares.batch(torch.tensor([3]), size=BATCH, seed=0, step=0, draw=0)
+    assert (drawn == 0).all()
+
+
+def test_batches_come_from_the_own_share_and_reach_all_of_it() -> None:
+    images, labels = records()
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    numbers = torch.arange(1, len(images) + 1, dtype=torch.float32).view(-1, 1)
+    shares = Shares(numbers, torch.from_numpy(labels), partition)
+    seen: list[set[int]] = [set() for _ in range(TEACHERS)]
+    for step in range(60):
+        drawn, drawn_labels = shares.batch(torch.arange(TEACHERS), size=BATCH, seed=0, step=step, draw=0)
+        for teacher in range(TEACHERS):
+            seen[teacher] |= {int(n) - 1 for n in drawn[teacher, :, 0]}
+        assert torch.equal(drawn_labels, torch.from_numpy(labels)[(drawn[..., 0] - 1).long()])
+    for teacher in range(TEACHERS):
+        assert seen[teacher] == set(np.flatnonzero(partition.share == teacher).tolist())
+
+
+def test_the_direction_makes_fakes_more_real() -> None:
+    """Algorithm 1 prints the opposite sign: teachers whose records are bright must ask for brighter images."""
+    network = Spectral(basis=make_basis("dct", SHAPE, 20), classes=CLASSES, hidden=4)
+    images, labels = np.full((60, 12, 12, 1), 255, dtype=np.uint8), records()[1]
+    partition = Partition(share=np.arange(60) % TEACHERS, teachers=TEACHERS)
+    teachers = teachers_on(network, partition, images, labels)
+    dark = Batch(images=torch.zeros(4, *SHAPE), labels=torch.tensor([0, 1, 2, 0]))
+    for step in range(10):
+        teachers.fit_step(dark, step=step, repeats=2)
+    rows = torch.cat([g.values for g in teachers.image_gradients(dark, step=10)])
+    brightness = rows[:, :, 0]  # the constant cosine
+    assert (brightness > 0).all()
+
+
+def test_paper_network_has_the_papers_size() -> None:
+    network = paper_network(make_basis("pixel", (1, 28, 28), None), 10)
+    count = sum(p[0].numel() for p in network.parameters(torch.tensor([0]), 0).values())
+    assert count == 555_655  # "about 556 k"
+
+
+def test_compact_network_stays_small_on_large_images() -> None:
+    for shape in ((1, 28, 28), (3, 32, 32), (3, 64, 64), (3, 128, 128)):
+        network = compact_network(make_basis("pixel", shape, None), 10)
+        count = sum(p[0].numel() for p in network.parameters(torch.tensor([0]), 0).values())
+        assert count < 40_000, shape
+
+
+def test_chunks_keep_4000_compact_teachers_inside_8_gib() -> None:
+    network = compact_network(make_basis("pixel", (1, 28, 28), None), 10)
+    per_teacher = network.bytes_per_teacher(15)
+    chunk = chunk_that_fits(per_teacher, torch.device("cpu"))
+    assert chunk * per_teacher <= 2**30
+    weights = sum(p[0].numel() for p in network.parameters(torch.tensor([0]), 0).values())
+    assert 4000 * weights * 4 * 4 + 2**30 < 8 * 2**30
+
+
+def test_state_round_trip_continues_as_if_nothing_happened() -> None:
+    network = networks()["spectral"]
+    images, labels = records()
+    straight = make_teachers(network, images, labels)
+    interrupted = make_teachers(network, images, labels)
+    for step in range(2):
+        straight.fit_step(fakes(step), step=step, repeats=2)
+        interrupted.fit_step(fakes(step), step=step, repeats=2)
+    resumed = make_teachers(network, images, labels)
+    resumed.load_state({name: value.clone() for name, value in interrupted.state().items()})
+    for teachers in (straight, resumed):
+        teachers.fit_step(fakes(2), step=2, repeats=2)
+    rows = [torch.cat([g.values for g in t.image_gradients(fakes(3), step=3)]) for t in (straight, resumed)]
+    assert torch.equal(rows[0], rows[1])
