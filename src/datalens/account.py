@@ -34,13 +34,14 @@ def account(
         k, sigma, queries = _solve(k, sigma, queries, epsilon, delta, Accountant(name=accountant))
     if k is None or sigma is None or queries is None:
         raise DatalensError("give --k, --sigma and --queries; or --epsilon and two of the three to solve for the last")
-    mu_squared = queries * 4 * k / sigma**2
+    mu = 2 * math.sqrt(k * queries) / sigma
+    mu_squared = mu * mu
     return {
         "epsilon_exact": json_number(exact_epsilon(mu_squared, delta)),
         "epsilon_rdp": json_number(rdp_epsilon(mu_squared, delta)),
         "delta": delta,
         "relation": "add-remove",
-        "mu": math.sqrt(mu_squared),
+        "mu": json_number(mu),
         "queries": queries,
         "sigma": sigma,
         "k": k,
@@ -67,6 +68,8 @@ def _solve(
             queries = calibrate_steps(
                 sensitivity=2 * math.sqrt(k), sigma=sigma, epsilon=epsilon, delta=delta, accountant=accountant
             )
+            if queries == 0:
+                raise DatalensError("not even one query fits: raise --sigma or --epsilon, or lower --k")
         case _:
             raise DatalensError("with --epsilon, leave exactly one of --k, --sigma, --queries out: it is solved for")
     assert k is not None and sigma is not None and queries is not None

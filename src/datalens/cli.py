@@ -135,8 +135,9 @@ def main(arguments: list[str] | None = None) -> None:
         args=arguments,
         config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
     )
+    given = {word[2:].split("=")[0].replace("-", "_") for word in arguments or sys.argv[1:] if word.startswith("--")}
     try:
-        sys.exit(_run(command))
+        sys.exit(_run(command, given))
     except DatalensError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -146,8 +147,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         _fail(f"{error.filename or 'a file'}: {error.strerror or error}: check space and permissions", 2)
-    except MemoryError:
-        _fail("out of memory: use fewer --teachers, or a smaller --network", 2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own on a CPU
+            raise
+        _fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
 
 
 def _fail(message: str, code: int) -> None:
@@ -155,10 +158,10 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _run(command: Any) -> int:
+def _run(command: Any, given: set[str]) -> int:
     match command:
         case TrainOptions():
-            return _train(command)
+            return _train(command, given)
         case Sample():
             return _sample(command)
         case Evaluate():
@@ -178,7 +181,12 @@ def _run(command: Any) -> int:
 
 def _show(fields: dict[str, Any], lines: list[str], *, json: bool) -> None:
     """One JSON object for machines, or lines for people; on stdout either way."""
-    sys.stdout.write((json_module.dumps(fields) if json else "\n".join(lines)) + "\n")
+    try:
+        sys.stdout.write((json_module.dumps(fields) if json else "\n".join(lines)) + "\n")
+        sys.stdout.flush()
+    except OSError:  # or Python tries, and fails, once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _release_of(path: Path) -> Path:
@@ -193,10 +201,10 @@ def _release_of(path: Path) -> Path:
     raise DatalensError(f"{path} is not a run or a release: expected a folder made by `datalens train`")
 
 
-def _train(command: TrainOptions) -> int:
+def _train(command: TrainOptions, given: set[str]) -> int:
     from datalens.train import train
 
-    result = train(command)
+    result = train(command, given)
     _show(result, [f"{result['run']}/release"], json=command.json)
     return EXIT_INTERRUPTED if result["interrupted"] else 0
 
@@ -262,10 +270,9 @@ def _account(command: Account) -> int:
         accountant=command.accountant,
     )
     lines = [
-        f"{result['queries']} queries, k = {result['k']}, σ = {result['sigma']:g} "
-        f"(add-remove, δ = {result['delta']:g}):",
-        f"  ε = {result['epsilon_exact']:.6g} by the exact accountant (μ = {result['mu']:.6g})",
-        f"  ε = {result['epsilon_rdp']:.6g} by the paper's RDP accountant",
+        f"{result['queries']} queries, k = {result['k']}, σ = {result['sigma']:g} (μ = {float(result['mu']):.6g}):",
+        f"  ε = {float(result['epsilon_exact']):.6g} (δ = {result['delta']:g}, add-remove, exact accountant)",
+        f"  ε = {float(result['epsilon_rdp']):.6g} (δ = {result['delta']:g}, add-remove, the paper's rdp accountant)",
     ]
     _show(result, lines, json=command.json)
     return 0
@@ -295,10 +302,10 @@ def _verify(command: Verify) -> int:
         "problems": problems,
     }
     stamp = "" if found.private else " NOT PRIVATE."
-    verdict = "the certificate stands" if not problems else "the certificate does NOT stand:"
+    verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"
     spent = found.budget.describe(found.spent)
-    lines = [f"{verdict}{stamp}", *(f"  {p}" for p in problems)]
-    lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}")
+    lines = [verdict, *(f"  {p}" for p in problems)]
+    lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
     _show(fields, lines, json=command.json)
     return EXIT_REFUSED if problems else 0
 

@@ -1,7 +1,7 @@
 """What a person may set (`TrainOptions`, the command line) and what a run then does (`Settings`, all explicit)."""
 
 import dataclasses
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,4 +126,6 @@ def options_as_dict(options: TrainOptions) -> dict[str, Any]:
     fields = dataclasses.asdict(options)
     for name in ("out", "resume", "json", "device"):
         fields.pop(name)
-    return json.loads(json.dumps(fields, default=str).replace("Infinity", '"inf"'))
+    if fields["data"] is not None and fields["data"].endswith(".npz"):
+        fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

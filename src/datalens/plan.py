@@ -30,6 +30,8 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
             "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
             "add --relation replace-one, or leave --balanced out"
         )
+    if options.noise_seed is not None and options.noise_seed < 0:
+        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
     name, values = preset(options.method, options.preset, schema, options.epsilon)
     asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
     _adjust_to_what_was_asked(values, asked, schema)
@@ -50,14 +52,31 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     )
 
 
+def warnings(budget: Budget, schema: Schema) -> list[str]:
+    """What an owner should hear before a run: budgets that promise little."""
+    found = []
+    if budget.delta * schema.nominal_size > 1:
+        found.append(
+            f"delta {budget.delta:g} is more than 1 / {schema.nominal_size} records: it would cover giving some "
+            "records away whole; choose it well under that"
+        )
+    if 10 < budget.epsilon < math.inf:
+        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak")
+    return found
+
+
 def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:
     """Preset values that only make sense together with one that was just changed follow it."""
-    if asked.get("basis") == "pixel" and "basis_size" in asked:
+    if asked.get("basis", values["basis"]) == "pixel" and "basis_size" in asked:
         raise DatalensError("--basis-size belongs to --basis dct; pixels always come in full")
     if asked.get("basis", values["basis"]) == "pixel":
         values["basis_size"] = schema.dimensions
     if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) == "pixel":
-        raise DatalensError("--network spectral sees cosine coefficients: use it with --basis dct")
+        raise DatalensError(
+            "--network spectral sees cosine coefficients: use --basis dct, or --network compact or paper with pixels"
+        )
+    if asked.get("compress", values["compress"]) == "sign" and "k" in asked:
+        raise DatalensError("--compress sign votes on every coordinate: leave --k out")
     if "basis_size" in asked and "k" not in asked:
         values["k"] = min(values["k"], asked["basis_size"])
     if ("sigma" in asked or "teachers" in asked) and "beta" not in asked:
@@ -92,15 +111,17 @@ def _noise_and_steps(values: dict[str, Any], asked: dict[str, Any], budget: Budg
 
 
 def _check(values: dict[str, Any], schema: Schema) -> None:
-    for name in ("teachers", "k", "steps", "teacher_steps", "batch", "basis_size"):
+    for name in ("basis_size", "teachers", "k", "steps", "teacher_steps", "batch"):
         if values[name] < 1:
             raise DatalensError(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
     for name in ("sigma", "beta"):
         value = values.get(name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise DatalensError(f"--{name} must be a finite number, at least 0, not {value:g}")
-    if not values["clip"] > 0:
-        raise DatalensError(f"--clip must be above 0, not {values['clip']:g}")
+    if not (math.isfinite(values["clip"]) and values["clip"] > 0):
+        raise DatalensError(f"--clip must be above 0, and finite, not {values['clip']:g}")
+    if values["batch"] < 2:
+        raise DatalensError("--batch must be at least 2: the generator's batch norm needs two images")
     if values["basis_size"] > schema.dimensions:
         raise DatalensError(f"--basis-size {values['basis_size']} is more than an image's {schema.dimensions} values")
     if values["k"] > values["basis_size"]:

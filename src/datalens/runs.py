@@ -48,7 +48,7 @@ class Run:
         self.path = path
         self.config = config
         self.settings = Settings.from_dict(config["settings"])
-        self.schema = schema_from_dict(config["schema"])
+        self.schema = Schema.from_dict(config["schema"])
         self.journal = Journal(path / "journal")
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
@@ -60,6 +60,8 @@ class Run:
         cls, path: Path, *, options: dict[str, Any], settings: Settings, budget: Budget, schema: Schema
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched."""
+        if path.name in ("", ".."):
+            raise DatalensError(f"--out {path} is no folder of its own: give it a name")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             resumable = (path / "ledger.jsonl").exists()
             advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
@@ -123,6 +125,7 @@ class Run:
             file.write(json.dumps(line) + "\n")
 
     def _checkpoint(self, step: int, student: Stateful, teachers: Stateful) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         state = {f"student.{k}": v for k, v in student.state().items()}
@@ -131,7 +134,13 @@ class Run:
             return
         draft = self.path / "checkpoints" / "latest.tmp"
         draft.touch(mode=0o600)
-        save_file({k: v.contiguous().cpu() for k, v in state.items()}, draft, metadata={"step": str(step)})
+        try:
+            save_file({k: v.contiguous().cpu() for k, v in state.items()}, draft, metadata={"step": str(step)})
+        except SafetensorError as error:  # also what it makes of a full disk
+            draft.unlink(missing_ok=True)
+            raise DatalensError(
+                f"cannot write {draft} ({error}): free some space, then continue with --resume"
+            ) from error
         draft.chmod(0o600)
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
@@ -139,16 +148,22 @@ class Run:
         self.journal.forget_before(self.ledger, step=step)
 
     def _restore(self, student: Stateful, teachers: Stateful) -> int:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self.path / "checkpoints" / "latest.safetensors"
         if not path.exists():
             return 0
-        with safe_open(path, "pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-            step = int(file.metadata()["step"])
-        student.load_state({k.removeprefix("student."): v for k, v in state.items() if k.startswith("student.")})
-        teachers.load_state({k.removeprefix("teachers."): v for k, v in state.items() if k.startswith("teachers.")})
+        try:
+            with safe_open(path, "pt") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+                step = int(file.metadata()["step"])
+            student.load_state({k.removeprefix("student."): v for k, v in state.items() if k.startswith("student.")})
+            teachers.load_state({k.removeprefix("teachers."): v for k, v in state.items() if k.startswith("teachers.")})
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DatalensError(
+                f"{path} is damaged ({type(error).__name__}): put a copy in its place, or delete it, and the steps "
+                "it held are asked (and charged) again"
+            ) from error
         return step
 
     @contextlib.contextmanager
@@ -176,15 +191,12 @@ def read_config(path: Path) -> dict[str, Any]:
         raise DatalensError(f"{path} is not a run: it has no config.json and ledger.jsonl")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or not {"settings", "schema", "options"} <= set(config):
+        Schema.from_dict(config["schema"])
+        if not {"data", "nominal_size", "noise_seed"} <= set(config["options"]) or "settings" not in config:
             raise ValueError("fields are missing")
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DatalensError(f"{path / 'config.json'} is damaged ({error})") from error
     return config
-
-
-def schema_from_dict(fields: dict[str, Any]) -> Schema:
-    return Schema(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
 
 
 def write_atomically(path: Path, content: bytes) -> None:

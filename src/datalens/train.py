@@ -8,33 +8,40 @@ from typing import Any
 from datalens.config import Settings, TrainOptions, options_as_dict
 from datalens.datasets import formats
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import make_plan
+from datalens.plan import make_plan, warnings
 from datalens.privacy.ledger import json_number
+from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run
 
 
-def train(options: TrainOptions) -> dict[str, Any]:
-    """Train, or continue a run, and write its release. Returns the facts `--json` prints."""
+def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any]:
+    """Train, or continue a run, and write its release. Returns the facts `--json` prints.
+
+    `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
+    """
     began = time.monotonic()
     device = choose_device(options.device)
-    run = _continue(options) if options.resume else _start(options)
+    run = _continue(options, given) if options.resume else _start(options)
     try:
         settings, budget = run.settings, run.ledger.budget
+        private = math.isfinite(budget.epsilon) and not settings.noise_seeded
+        stamp = "" if private else " NOT PRIVATE."
         noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g}"
         say(
             f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
             f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
-            f"budget {budget.describe(budget.epsilon)}"
+            f"budget {budget.describe(budget.epsilon)}.{stamp}"
         )
         steps = _train_and_release(run, options, device)
         spent = run.ledger.spent()
-        private = math.isfinite(budget.epsilon) and not settings.noise_seeded
         queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
-        stamp = "" if private else " NOT PRIVATE."
+        lost = len(run.ledger.events) - steps
+        short = "" if run.interrupted or steps == settings.steps else f" of {settings.steps}"
+        wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost else ""
         state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
         say(
-            f"{state} {steps} steps, spent {budget.describe(spent)}.{stamp} "
+            f"{state} {steps}{short} steps{wasted}, spent {budget.describe(spent)}.{stamp} "
             f"Pictures: {run.path / 'release' / 'samples.png'}"
         )
         return {
@@ -69,19 +76,25 @@ def choose_device(name: str) -> "Any":
 def _start(options: TrainOptions) -> Run:
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
+    if options.nominal_size is not None and not options.data.endswith(".npz"):
+        raise DatalensError("--nominal-size is for your own file: what a named data set holds is public")
     schema = formats.schema(options.data, nominal_size=options.nominal_size)
     budget, settings = make_plan(options, schema)
-    formats.load(options.data, nominal_size=options.nominal_size)  # broken data is found before the run exists
+    for line in warnings(budget, schema):
+        say(f"warning: {line}")
+    dataset = formats.load(options.data, nominal_size=options.nominal_size)  # found broken before the run exists
+    check_enough(len(dataset.images), settings.teachers)
     return Run.create(options.out, options=options_as_dict(options), settings=settings, budget=budget, schema=schema)
 
 
-def _continue(options: TrainOptions) -> Run:
+def _continue(options: TrainOptions, given: set[str] | None) -> Run:
     """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
     run = Run.open(options.out)
     begun, asked = run.config["options"], options_as_dict(options)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name, value in asked.items():
-        if getattr(options, name) != defaults[name] and value != begun.get(name):
+        named = getattr(options, name) != defaults[name] if given is None else name in given
+        if named and value != begun.get(name):
             run.close()
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"

@@ -43,7 +43,7 @@ def test_cells_are_runs_and_are_kept(small_table: None, tmp_path: Path) -> None:
     assert Path(result["plot"]).stat().st_size > 1000
 
     # A finished cell is not run again: its figure is read back, even a doctored one.
-    kept = folder / "cells" / "digits-ε-1-datalens.json"
+    kept = folder / "cells" / "digits-eps1-datalens.json"
     doctored = json.loads(kept.read_text(encoding="utf-8"))
     doctored["utility"]["accuracy"] = 0.125
     kept.write_text(json.dumps(doctored), encoding="utf-8")

@@ -12,7 +12,7 @@ from datalens.basis import make_basis
 from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Partition, hashed, record_keys
 from datalens.private.shares import Shares
-from datalens.private.teachers import Teachers, chunk_that_fits
+from datalens.private.teachers import Teachers, chunk_that_fits, matching_weights
 
 SHAPE, CLASSES, TEACHERS, BATCH = (1, 12, 12), 3, 6, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -339,3 +339,36 @@ def test_state_round_trip_continues_as_if_nothing_happened() -> None:
         teachers.fit_step(fakes(2), step=2, repeats=2)
     rows = [torch.cat([g.values for g in t.image_gradients(fakes(3), step=3)]) for t in (straight, resumed)]
     assert torch.equal(rows[0], rows[1])
+
+
+def test_matching_weights_give_both_sides_the_same_labels() -> None:
+    labels = torch.tensor([[0, 0, 1, 7], [2, 2, 2, 2]])
+    fake_labels = torch.tensor([0, 1, 1, 3])
+    real, fake = matching_weights(labels, fake_labels)
+    # A record whose label no fake has, and a fake whose label no record has, weigh nothing.
+    assert torch.allclose(real, torch.tensor([[0.25, 0.25, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert torch.allclose(fake, torch.tensor([[0.5, 0.125, 0.125, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    for label in range(8):  # class by class, both sides weigh the same
+        assert torch.allclose((real * (labels == label)).sum(1), (fake * (fake_labels == label)).sum(1))
+
+
+def test_a_teacher_without_a_class_does_not_learn_that_the_class_is_fake() -> None:
+    """The broken twin weighs all fakes evenly: its teachers push the logit of a class they never saw down."""
+    network = Spectral(basis=make_basis("dct", SHAPE, 20), classes=CLASSES, hidden=4)
+    images, labels = records()[0], np.zeros(60, dtype=np.int64)
+    partition = Partition(share=np.arange(60) % TEACHERS, teachers=TEACHERS)
+    shown = Batch(
+        images=torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(0)), labels=torch.tensor([0, 0, 1, 1])
+    )
+
+    def bias_of_unseen_class() -> float:
+        teachers = teachers_on(network, partition, images, labels)
+        for step in range(5):
+            teachers.fit_step(shown, step=step, repeats=2)
+        return float(teachers.state()["0.parameter.b2"][:, 1].abs().max())
+
+    assert bias_of_unseen_class() < 1e-6
+    with pytest.MonkeyPatch.context() as patch:
+        even = lambda labels, fake: (torch.full(labels.shape, 1 / BATCH), torch.full((len(labels), len(fake)), 0.25))  # noqa: E731
+        patch.setattr("datalens.private.teachers.matching_weights", even)
+        assert bias_of_unseen_class() > 1e-3

@@ -5,7 +5,7 @@ Chunks of rows are summed as they come, so [teachers, queries, d] is never held,
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -35,11 +35,15 @@ class Contributions:
 class BoundedSum:
     """The sum of bounded rows. `private_total` is read only in `privacy/`; a test walks the syntax trees."""
 
-    private_total: Tensor  # [queries, d]: int32 or float64
+    private_total: Tensor = field(repr=False)  # [queries, d]: int32 or float64; not for logs or tracebacks
     l2_bound: float
     diameter: float
     row_unit: Literal["teacher", "record", "person"]
     queries: int
+
+
+def _facts(chunk: Contributions) -> tuple[object, ...]:
+    return chunk.rows.shape[1:], chunk.rows.dtype, chunk.l2_bound, chunk.diameter, chunk.row_unit
 
 
 def enforce(rows: Tensor, l2_bound: float) -> Tensor:
@@ -51,15 +55,17 @@ def enforce(rows: Tensor, l2_bound: float) -> Tensor:
     | floats, too long | scaled down to the bound, in float64 |
     | NaN or infinity anywhere in it | zero |
     """
-    units = rows.shape[0]
     if not rows.is_floating_point():
-        squares = rows.reshape(units, -1).to(torch.int32).square().sum(dim=1, dtype=torch.int64)
+        # int8 squares add up exactly in int32 and int64; wider integers go to float64, where nothing wraps around.
+        wide = rows.flatten(1).to(torch.int32 if rows.dtype == torch.int8 else torch.float64)
+        squares = wide.square().sum(dim=1).to(torch.float64)
         fits = squares <= l2_bound**2 * (1 + 1e-12)  # a bound such as sqrt(200) is itself rounded
         return rows * fits.view(-1, *[1] * (rows.dim() - 1))
-    flat = rows.reshape(units, -1).to(torch.float64)
+    flat = rows.flatten(1).to(torch.float64)
     flat = torch.where(flat.isfinite().all(dim=1, keepdim=True), flat, 0.0)
     norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    return (flat * (l2_bound / norms.clamp(min=l2_bound))).reshape(rows.shape)
+    # Where even the norm overflows, the scale is 0: a row of astronomic numbers votes nothing.
+    return (flat * torch.where(norms > l2_bound, l2_bound / norms, 1.0)).reshape(rows.shape)
 
 
 def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
@@ -70,8 +76,8 @@ def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
     for chunk in chunks:
         if first is None:
             first = chunk
-        elif (chunk.l2_bound, chunk.diameter, chunk.row_unit) != (first.l2_bound, first.diameter, first.row_unit):
-            raise ValueError("chunks of one sum must agree on bound, diameter and unit")
+        elif _facts(chunk) != _facts(first):
+            raise ValueError("chunks of one sum must agree on shape, kind, bound, diameter and unit")
         rows = enforce(chunk.rows, chunk.l2_bound)
         units += rows.shape[0]
         if not rows.is_floating_point() and units * chunk.l2_bound >= 2**31:

@@ -19,6 +19,8 @@ def load(data: str, split: str = "train", *, nominal_size: int | None = None) ->
         raise DatalensError(
             f"how many records {data} holds is private: declare a public round figure with --nominal-size"
         )
+    if nominal_size is not None and nominal_size < 1:
+        raise DatalensError(f"--nominal-size must be at least 1, not {nominal_size}")
     return _load_npz(Path(data), split, nominal_size or 0)
 
 
@@ -29,18 +31,25 @@ def schema(data: str, *, nominal_size: int | None = None) -> Schema:
 def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
     prefix = "" if split == "train" else "test_"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with file:
             missing = [name for name in (f"{prefix}images", f"{prefix}labels") if name not in file]
             if missing:
                 raise DatalensError(f"{path} has no array {' and no array '.join(missing)}")
             images, labels = file[f"{prefix}images"], file[f"{prefix}labels"]
             names = file.get("classes")
+            if not all(isinstance(part, np.ndarray) for part in (images, labels, names) if part is not None):
+                raise ValueError("not all of it is arrays")
     except FileNotFoundError:
         raise DatalensError(f"{path} does not exist") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         raise DatalensError(f"{path} is not a readable .npz file ({error})") from None
     images, labels = check_images(images, path), check_labels(labels, len(images), path)
     classes = tuple(map(str, names.tolist())) if names is not None else tuple(map(str, range(labels.max() + 1)))
+    if len(set(classes)) != len(classes):
+        raise DatalensError(f"{path}: class names must be distinct")
     if labels.max() >= len(classes):
         raise DatalensError(f"{path}: label {labels.max()} has no name among the {len(classes)} classes")
     _, height, width, channels = images.shape
@@ -56,6 +65,8 @@ def check_images(images: np.ndarray, path: Path) -> np.ndarray:
         images = images[..., np.newaxis]
     if images.ndim != 4 or 0 in images.shape:
         raise DatalensError(f"{path}: images must be [n, height, width] or [n, height, width, channels]")
+    if images.shape[3] > 4:
+        raise DatalensError(f"{path}: images have {images.shape[3]} channels; at most 4 can be shown and written")
     if images.dtype == np.uint8:
         return images
     if not np.issubdtype(images.dtype, np.floating):

@@ -31,4 +31,9 @@ class Schema:
         return self.channels * self.height * self.width
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON has it."""
+        return {**asdict(self), "classes": list(self.classes), "value_range": list(self.value_range)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Schema":
+        return cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})

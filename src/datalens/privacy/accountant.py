@@ -16,6 +16,9 @@ from datalens.privacy.events import Event, GaussianEvent
 
 AccountantName = Literal["exact", "rdp"]
 
+# Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
+MOST_NOISE = 2.0**40
+
 # The orders of the paper's code. A sparser set only makes ε larger, never too small.
 PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200)))
 
@@ -30,6 +33,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
+    mu = max(mu, 1e-10)  # below, the difference drowns in rounding; δ grows with mu, so this errs on the safe side
     log_first = float(log_ndtr(-epsilon / mu + mu / 2))
     log_second = epsilon + float(log_ndtr(-epsilon / mu - mu / 2))
     # Both in logarithms: e^ε overflows long before the difference stops to matter.
@@ -41,7 +45,7 @@ def exact_epsilon(mu_squared: float, delta: float) -> float:
     mu = math.sqrt(mu_squared)
     if math.isinf(mu):
         return math.inf
-    return _smallest(lambda epsilon: gaussian_delta(mu, epsilon) <= delta)
+    return _bisect(lambda epsilon: gaussian_delta(mu, epsilon) <= delta)[1]
 
 
 def rdp_epsilon(mu_squared: float, delta: float) -> float:
@@ -73,8 +77,11 @@ class Accountant:
                     f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
                     "a newer datalens may know it"
                 )
-            squares.append(event.mu**2)
-        return math.fsum(squares)
+            squares.append(event.mu * event.mu)  # inf where it overflows, which ** is not
+        try:
+            return math.fsum(squares)
+        except OverflowError:
+            return math.inf
 
     def epsilon(self, events: Iterable[Event], delta: float) -> float:
         return self.epsilon_at(self.mu_squared(events), delta)
@@ -86,27 +93,22 @@ class Accountant:
         """The largest mu that costs at most ε."""
         if math.isinf(epsilon):
             return math.inf
-        # Largest x that fits = smallest x that does not, one bisection step below.
-        beyond = _smallest(lambda mu: self.epsilon_at(mu**2, delta) > epsilon)
-        while beyond > 0 and self.epsilon_at(beyond**2, delta) > epsilon:
-            beyond *= 1 - 1e-13
-        return beyond
+        return _bisect(lambda mu: self.epsilon_at(mu * mu, delta) > epsilon)[0]
 
 
-def _smallest(holds: Callable[[float], bool]) -> float:
-    """The smallest x >= 0 where a monotone condition holds, to the last digits, from above."""
+def _bisect(holds: Callable[[float], bool]) -> tuple[float, float]:
+    """Neighbouring x >= 0 around the place where a monotone condition begins to hold: (not yet, already)."""
     if holds(0.0):
-        return 0.0
-    high = 1.0
+        return 0.0, 0.0
+    low, high = 0.0, 1.0
     while not holds(high):
-        high *= 2
-    low = high / 2 if high > 1 else 0.0
+        low, high = high, high * 2
     for _ in range(200):
         middle = (low + high) / 2
         if middle in (low, high):
             break
         low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    return low, high
 
 
 def calibrate_sigma(*, sensitivity: float, steps: int, epsilon: float, delta: float, accountant: Accountant) -> float:
@@ -122,6 +124,11 @@ def calibrate_sigma(*, sensitivity: float, steps: int, epsilon: float, delta: fl
     sigma = sensitivity * math.sqrt(steps) / budget
     while accountant.epsilon_at(steps * (sensitivity / sigma) ** 2, delta) > epsilon:
         sigma *= 1 + 1e-14
+    if sigma > MOST_NOISE:
+        raise BudgetExceeded(
+            f"epsilon {epsilon:g} at delta {delta:g} would need noise of {sigma:.3g}, more than any data could show "
+            "through: raise --epsilon"
+        )
     return sigma
 
 
@@ -129,7 +136,9 @@ def calibrate_steps(*, sensitivity: float, sigma: float, epsilon: float, delta: 
     """The most releases of this sensitivity and noise that fit into a finite (ε, δ); 0 if not even one does."""
     if sigma <= 0 or math.isinf(epsilon):
         raise DatalensError("without noise, or with epsilon inf, nothing limits the steps: give --steps")
-    mu_squared = (sensitivity / sigma) ** 2
+    if not sigma <= MOST_NOISE:
+        raise DatalensError(f"--sigma {sigma:g} is more than {MOST_NOISE:g}: no data could show through that noise")
+    mu_squared = (sensitivity / sigma) * (sensitivity / sigma)
 
     def fits(count: int) -> bool:
         return accountant.epsilon_at(count * mu_squared, delta) <= epsilon
@@ -137,6 +146,8 @@ def calibrate_steps(*, sensitivity: float, sigma: float, epsilon: float, delta: 
     low, high = 0, 1
     while fits(high):
         low, high = high, high * 2
+        if high > 2**60:
+            raise DatalensError("so many steps fit that nothing limits them: give --steps")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

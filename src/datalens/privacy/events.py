@@ -14,6 +14,8 @@ Relation = Literal["add-remove", "replace-one"]
 RowUnit = Literal["teacher", "record", "person"]
 NoiseOrigin = Literal["operating-system", "seeded"]
 
+LARGEST = 1e150  # squares of it are still numbers
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "row_unit": ("teacher", "record", "person"),
     "relation": ("add-remove", "replace-one"),
@@ -46,10 +48,11 @@ class GaussianEvent:
     def __post_init__(self) -> None:
         for name in ("l2_bound", "diameter", "sigma"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TamperedError(f"an event's {name} must be a finite number >= 0, not {value!r}")
-        if self.diameter > 2 * self.l2_bound:
-            raise TamperedError(f"two rows of norm <= {self.l2_bound} cannot be {self.diameter} apart")
+            if type(value) not in (int, float) or not 0 <= value < LARGEST:
+                raise TamperedError(f"an event's {name} must be a number from 0 to {LARGEST:g}, not {str(value)[:40]}")
+        # The zero row is always possible, so two rows can be a whole bound apart; and never more than two.
+        if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
+            raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
         for name in ("queries", "step"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:

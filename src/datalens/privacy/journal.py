@@ -4,6 +4,8 @@ A charged release that is found here is reused as it is. One that is not was los
 and asking again is a new charge: the noise that was drawn is gone, and must be.
 """
 
+import hashlib
+import io
 import os
 from pathlib import Path
 
@@ -16,16 +18,18 @@ from datalens.privacy.released import Released
 
 
 class Journal:
-    """One .npy file per release, named by the number of its charge; whole or not there at all."""
+    """One file per release, named by the number of its charge: a SHA-256, then the array in numpy's format."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def save(self, released: Released) -> None:
-        target = self._directory / f"{released.number:08d}.npy"
+        target = self._directory / f"{released.number:08d}.release"
         temporary = target.with_suffix(".tmp")
+        content = io.BytesIO()
+        np.lib.format.write_array(content, released.value, allow_pickle=False)
         with open(temporary, "wb") as file:
-            np.save(file, released.value, allow_pickle=False)
+            file.write(_digest(content.getvalue()) + content.getvalue())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -34,7 +38,7 @@ class Journal:
         """The release of this step, if it was charged and its value survived."""
         for number, event in enumerate(ledger.events):
             if isinstance(event, GaussianEvent) and event.step == step:
-                path = self._directory / f"{number:08d}.npy"
+                path = self._directory / f"{number:08d}.release"
                 if path.exists():
                     return Released(value=self._load(path), event=event, number=number)
         return None
@@ -43,13 +47,16 @@ class Journal:
         """A checkpoint holds what these values did; they are not needed again."""
         for number, event in enumerate(ledger.events):
             if isinstance(event, GaussianEvent) and event.step < step:
-                (self._directory / f"{number:08d}.npy").unlink(missing_ok=True)
+                (self._directory / f"{number:08d}.release").unlink(missing_ok=True)
 
     @staticmethod
     def _load(path: Path) -> np.ndarray:
-        try:
-            return np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise TamperedError(
-                f"{path} is damaged: delete it, and the step will be asked (and charged) again"
-            ) from error
+        content = path.read_bytes()
+        size = hashlib.sha256().digest_size
+        if _digest(content[size:]) != content[:size]:
+            raise TamperedError(f"{path} is damaged: delete it, and the step will be asked (and charged) again")
+        return np.lib.format.read_array(io.BytesIO(content[size:]), allow_pickle=False)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -5,10 +5,12 @@ line carries the hash of the line before it, so an edit, a deletion or a swap sh
 accidents and careless edits; an owner who rewrites all of it is out of its reach.)
 """
 
+import fcntl
 import hashlib
 import json
 import math
 import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -74,8 +76,8 @@ class Ledger:
     def create(cls, path: Path, budget: Budget) -> "Ledger":
         """A new ledger file. An existing one is never replaced: it holds what was spent."""
         line, line_hash = _line({"type": "budget", "version": 1, **budget.as_dict()}, _GENESIS)
-        temporary = path.with_name(path.name + ".new")
-        with open(temporary, "wb") as file:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        with open(temporary, "xb") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -86,18 +88,22 @@ class Ledger:
         finally:
             temporary.unlink()
         _sync_directory(path.parent)
-        return cls(budget, [], last_hash=line_hash, file=open(path, "ab", buffering=0))
+        return cls(budget, [], last_hash=line_hash, file=_open_alone(path))
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
         """Continue a ledger. A torn last line was never acknowledged, so its noise was never drawn: it is cut off."""
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        budget, events, last_hash = _parse(whole, path)
-        file = open(path, "r+b", buffering=0)  # noqa: SIM115
-        file.truncate(len(whole))
-        file.seek(len(whole))
-        os.fsync(file.fileno())
+        file = _open_alone(path)
+        try:
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            budget, events, last_hash = _parse(whole, path)
+            file.truncate(len(whole))
+            file.seek(len(whole))
+            os.fsync(file.fileno())
+        except BaseException:
+            file.close()
+            raise
         return cls(budget, events, last_hash=last_hash, file=file)
 
     @property
@@ -121,6 +127,7 @@ class Ledger:
             )
         fields = {"type": "charge", "number": len(self._events), "event": event.as_dict()}
         line, line_hash = _line(fields, self._last_hash)
+        self._broken = True  # until the line is on disk: whatever stops us, a reopened file tells what was charged
         if self._file is not None:
             try:
                 written = self._file.write(line)
@@ -128,10 +135,10 @@ class Ledger:
                     raise OSError(f"{written} of {len(line)} bytes")
                 os.fsync(self._file.fileno())
             except OSError as error:
-                self._broken = True  # the file's end is unknown now; reopening cuts a torn line off
                 raise DatalensError(f"cannot write the ledger ({error}): nothing was released") from error
         self._last_hash = line_hash
         self._events.append(event)
+        self._broken = False
         return len(self._events) - 1
 
     def close(self) -> None:
@@ -174,12 +181,19 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
             elif fields["type"] != "charge" or fields["number"] != number - 1:
                 raise TamperedError(f"{path}: line {number + 1} is out of order")
             else:
-                events.append(parse_event(fields["event"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                events.append(_parse_charge(fields["event"], budget))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise TamperedError(f"{path}: line {number + 1} is not a ledger line ({type(error).__name__})") from error
         previous = digest
     assert budget is not None  # the content ends with a newline, so there was a first line
     return budget, events, previous
+
+
+def _parse_charge(fields: dict[str, Any], budget: Budget | None) -> Event:
+    event = parse_event(fields)
+    if isinstance(event, GaussianEvent) and (budget is None or event.relation != budget.relation):
+        raise TamperedError(f"a {event.relation} event does not belong into this ledger")
+    return event
 
 
 def _parse_budget(fields: dict[str, Any]) -> Budget:
@@ -194,6 +208,18 @@ def _parse_budget(fields: dict[str, Any]) -> Budget:
         )
     except DatalensError as error:
         raise TamperedError(f"the ledger's budget makes no sense: {error}") from error
+
+
+def _open_alone(path: Path) -> IO[bytes]:
+    """The file at its end, for one writer at a time: two would each spend the whole budget."""
+    file = open(path, "r+b", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise DatalensError(f"{path} is in use by another process: wait for it to end") from None
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def _sync_directory(path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.errors import DatalensError
+from datalens.privacy.accountant import MOST_NOISE
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.noise import NoiseSource
@@ -31,8 +32,8 @@ class GaussianSum:
     noise: NoiseSource
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.sigma) and self.sigma >= 0):
-            raise DatalensError(f"sigma must be a finite number >= 0, not {self.sigma}")
+        if not 0 <= self.sigma <= MOST_NOISE:
+            raise DatalensError(f"sigma must be a number from 0 to {MOST_NOISE:g}, not {self.sigma}")
 
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
         event = GaussianEvent(

@@ -34,8 +34,9 @@ class Partition:
 
 def hashed(records: Iterable[bytes], *, teachers: int, salt: bytes) -> Partition:
     """A share per record by keyed hash: for add/remove, and for replace-one too."""
-    share = np.fromiter((_share(record, teachers, salt) for record in records), dtype=np.int64)
-    _check(len(share), teachers)
+    _check_teachers(teachers)
+    key = hashlib.blake2b(salt, digest_size=32).digest()  # a salt of any length
+    share = np.fromiter((_share(record, teachers, key) for record in records), dtype=np.int64)
     return Partition(share=share, teachers=teachers)
 
 
@@ -45,27 +46,34 @@ def balanced(count: int, *, teachers: int) -> Partition:
     Replacing a record keeps its position, so one share changes. Removing one would shift every later
     record into another share: under add/remove this is not private at the stated price.
     """
-    _check(count, teachers)
+    check_enough(count, teachers)
     return Partition(share=np.arange(count, dtype=np.int64) % teachers, teachers=teachers)
 
 
 def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
     """What identifies a record: its id where there is one, else its pixels. Never its position or label."""
     if ids is not None:
+        if len(ids) != len(images):
+            raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give one id an image")
         return (b"id:" + str(identity).encode() for identity in ids.tolist())
     return (b"content:" + np.ascontiguousarray(image).tobytes() for image in images)
 
 
-def _share(record: bytes, teachers: int, salt: bytes) -> int:
-    digest = hashlib.blake2b(record, key=salt, digest_size=16).digest()
+def _share(record: bytes, teachers: int, key: bytes) -> int:
+    digest = hashlib.blake2b(record, key=key, digest_size=16).digest()
     return int.from_bytes(digest, "little") % teachers  # 128 bits: the modulo's bias is under 1e-30
 
 
-def _check(count: int, teachers: int) -> None:
-    if teachers < 1:
-        raise DatalensError(f"--teachers must be at least 1, not {teachers}")
+def check_enough(count: int, teachers: int) -> None:
+    """Refuse far too many teachers. For the owner, before a run exists: the count is private under add/remove."""
+    _check_teachers(teachers)
     if count < teachers:
         raise DatalensError(
             f"{count} records are too few for {teachers} teachers: most shares would be empty; "
             f"choose --teachers well under {max(count, 1)}"
         )
+
+
+def _check_teachers(teachers: int) -> None:
+    if teachers < 1:
+        raise DatalensError(f"--teachers must be at least 1, not {teachers}")

@@ -32,16 +32,27 @@ NOT_COVERED = (
 
 def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
     """Everything a sceptic needs, from released and public values only."""
-    budget, events = ledger.budget, ledger.events
-    spent = ledger.spent()
+    certificate = _contents(settings, schema, ledger.budget, ledger.events)
+    certificate |= {"versions": _versions(), "sha256": sha256}
+    certificate["sha256"] = {**sha256, "certificate": _own_hash(certificate)}
+    return certificate
+
+
+def certificate_bytes(certificate: dict[str, Any]) -> bytes:
+    """The one way a certificate is written, so that a changed byte shows."""
+    return json.dumps(certificate, indent=1, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
+    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check."""
     origins = {event.noise for event in events if isinstance(event, GaussianEvent)}
     private = _is_private(budget, events)
-    certificate = {
+    return {
         "version": 1,
         "private": private,
         "statement": statement(budget, private=private, unit=schema.record_unit),
         "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
-        "epsilon_spent": json_number(spent),
+        "epsilon_spent": json_number(budget.pricing().epsilon(events, budget.delta)),
         "relation": budget.relation,
         "accountant": budget.accountant,
         "privacy_unit": f"one {schema.record_unit}",
@@ -55,11 +66,7 @@ def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha2
         "public": schema.as_dict(),
         "not_covered": list(NOT_COVERED),
         "settings": settings.as_dict(),
-        "versions": _versions(),
-        "sha256": sha256,
     }
-    certificate["sha256"] = {**sha256, "certificate": _own_hash(certificate)}
-    return certificate
 
 
 def statement(budget: Budget, *, private: bool, unit: str) -> str:
@@ -92,10 +99,16 @@ def check_release(release: Path) -> Verification:
     for name in (LEDGER, WEIGHTS):
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
-        if _file_hash(release / name) != certificate["sha256"].get(name):
+    hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
+    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE}):
+        if name not in hashes:
+            problems.append(f"{name} is not part of what was certified")
+        elif not (release / name).is_file() or _file_hash(release / name) != hashes[name]:
             problems.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
-    if _own_hash(certificate) != certificate["sha256"].get("certificate"):
-        problems.append("certificate.json was changed after it was written")
+    if (release / CERTIFICATE).read_bytes() != certificate_bytes(certificate) or _own_hash(certificate) != certificate[
+        "sha256"
+    ].get("certificate"):
+        problems.append(f"{CERTIFICATE} was changed after it was written")
     budget, events = read_ledger(release / LEDGER)
     spent = budget.pricing().epsilon(events, budget.delta)
     if not spent <= budget.epsilon:
@@ -118,22 +131,37 @@ def _is_private(budget: Budget, events: tuple[Event, ...]) -> bool:
 
 
 def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Event, ...], spent: float) -> list[str]:
-    """Where the certificate says something else than the ledger."""
-    ours = {
-        "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
-        "relation": budget.relation,
-        "accountant": budget.accountant,
-    }
-    found = [
-        f"the certificate says {name} {certificate.get(name)}, the ledger {value}"
-        for name, value in ours.items()
-        if certificate.get(name) != value
+    """Where the certificate says something else than its ledger, settings and public facts make it say."""
+    try:
+        settings, schema = Settings.from_dict(certificate["settings"]), Schema.from_dict(certificate["public"])
+        expected = _contents(settings, schema, budget, events)
+        stated = float(certificate["epsilon_spent"])
+        found = _impossible(settings, budget, events)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
+        return [f"the certificate holds something that cannot be read ({type(error).__name__})"]
+    if not math.isclose(stated, spent, rel_tol=1e-9, abs_tol=1e-12):
+        found.append(f"the certificate says {stated:g} was spent, the ledger {budget.describe(spent)}")
+    found += [
+        f"the certificate says {name} {certificate.get(name)!r}, its ledger and settings say {value!r}"
+        for name, value in expected.items()
+        if name != "epsilon_spent" and certificate.get(name) != value
     ]
-    stated = certificate.get("epsilon_spent")
-    if not math.isclose(float(stated if stated is not None else "nan"), spent, rel_tol=1e-9, abs_tol=1e-12):
-        found.append(f"the certificate says {stated} was spent, the ledger {budget.describe(spent)}")
-    if certificate.get("private") != _is_private(budget, events):
-        found.append("the certificate is wrong about whether the releases had secure noise")
+    return found
+
+
+def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
+    """Settings under which this ledger cannot have come about."""
+    found = []
+    bound = math.sqrt(settings.k * settings.batch)
+    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
+    if any(event.sigma != settings.sigma for event in gaussian):
+        found.append("the settings state another sigma than the ledger")
+    if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
+        found.append("the settings state another k or batch than the ledger was charged for")
+    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
+        found.append("the settings are wrong about whether the noise was seeded")
+    if settings.shares == "balanced" and budget.relation == "add-remove":
+        found.append("balanced shares are not private under add-remove")
     return found
 
 
@@ -142,7 +170,7 @@ def read_certificate(release: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DatalensError(f"{release} is not a release: it has no {CERTIFICATE}")
     try:
-        certificate = json.loads(path.read_text(encoding="utf-8"))
+        certificate = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         if not isinstance(certificate, dict) or not isinstance(certificate.get("sha256"), dict):
             raise ValueError("fields are missing")
     except (ValueError, RecursionError) as error:
@@ -151,7 +179,11 @@ def read_certificate(release: Path) -> dict[str, Any]:
 
 
 def release_hashes(release: Path) -> dict[str, str]:
-    return {name: _file_hash(release / name) for name in (LEDGER, WEIGHTS)}
+    return {name: _file_hash(release / name) for name in (LEDGER, WEIGHTS, PICTURE)}
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _file_hash(path: Path) -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,21 +27,24 @@ def write_release(run: Path, generator: Generator, *, settings: Settings, schema
     for leftover in (draft, old):
         shutil.rmtree(leftover, ignore_errors=True)
     draft.mkdir()
-    architecture = json.dumps(generator.architecture.as_dict())
     generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
     weights = {name: value.detach().cpu().contiguous() for name, value in generator.state_dict().items()}
-    metadata = {"architecture": architecture, "classes": json.dumps(schema.classes)}
-    save_file(weights, draft / certificates.WEIGHTS, metadata=metadata)
+    # One key: safetensors writes several in no fixed order, and equal weights would hash differently.
+    metadata = {"generator": json.dumps({"architecture": generator.architecture.as_dict(), "classes": schema.classes})}
+    try:
+        save_file(weights, draft / certificates.WEIGHTS, metadata=metadata)
+    except SafetensorError as error:  # also what it makes of a full disk
+        raise DatalensError(
+            f"cannot write {draft / certificates.WEIGHTS} ({error}): free some space, then continue with --resume"
+        ) from error
     shutil.copyfile(run / "ledger.jsonl", draft / certificates.LEDGER)
+    shown = draw(generator, count=10 * min(10, len(schema.classes)), seed=0, classes=min(10, len(schema.classes)))
+    grid(*shown, per_class=10).save(draft / certificates.PICTURE)
     certificate = certificates.make_certificate(
         settings=settings, schema=schema, ledger=ledger, sha256=certificates.release_hashes(draft)
     )
-    (draft / certificates.CERTIFICATE).write_text(
-        json.dumps(certificate, indent=1, ensure_ascii=False), encoding="utf-8"
-    )
-    per_class = 10
-    shown = sample(draft, count=per_class * min(10, len(schema.classes)), seed=0, classes=10)
-    grid(shown.images, shown.labels, per_class=per_class).save(draft / certificates.PICTURE)
+    (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
+    (draft / certificates.WEIGHTS).chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # it comes as 0600
     for file in draft.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
@@ -59,8 +63,8 @@ def load_generator(release: Path) -> tuple[Generator, tuple[str, ...]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            fields = json.loads(metadata["architecture"])
-            classes = tuple(str(name) for name in json.loads(metadata["classes"]))
+            described = json.loads(metadata["generator"])
+            fields, classes = described["architecture"], tuple(str(name) for name in described["classes"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         fields |= {"shape": tuple(fields["shape"]), "widths": tuple(fields["widths"])}
         generator = Generator(Architecture(**fields))
@@ -72,22 +76,28 @@ def load_generator(release: Path) -> tuple[Generator, tuple[str, ...]]:
     return generator.eval(), classes
 
 
-def sample(release: Path, *, count: int, seed: int, classes: int | None = None) -> SyntheticDataset:
-    """`count` images, the classes evenly; the same seed gives the same images. `classes`: only the first so many."""
+def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
+    """`count` images, the classes evenly; the same seed gives the same images."""
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
+    certificate = certificates.read_certificate(release)
+    if not {"private", "statement"} <= set(certificate):
+        raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
     generator, names = load_generator(release)
+    images, labels = draw(generator, count=count, seed=seed, classes=len(names))
+    return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)
+
+
+def draw(generator: Generator, *, count: int, seed: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 images [n, h, w, c] and labels [n], going round the first `classes` classes."""
     random = streams.generator(seed, "sample")
-    labels = torch.arange(count) % min(classes or len(names), len(names))
+    device = next(generator.parameters()).device
+    labels = torch.arange(count) % classes
     parts = []
     with torch.no_grad(), bar("sampling", count) as (progress, task):
         for part in labels.split(1000):
-            images = generator(draw_latent(len(part), generator.architecture, random), part)  # [n, c, h, w]
+            z = draw_latent(len(part), generator.architecture, random)
+            images = generator(z.to(device), part.to(device)).cpu()  # [n, c, h, w]
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
-    return SyntheticDataset(
-        images=torch.cat(parts).numpy(),
-        labels=labels.numpy(),
-        classes=names,
-        certificate=certificates.read_certificate(release),
-    )
+    return torch.cat(parts).numpy(), labels.numpy()

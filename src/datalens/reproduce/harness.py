@@ -38,8 +38,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        text = f"{self.row} {self.column}".lower()
-        return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+        """A plain file name: "MNIST ε=1", "DataLens" → mnist-eps1-datalens."""
+        text = f"{self.row} {self.column}".lower().replace("ε=", "eps")
+        return "-".join("".join(c if (c.isascii() and c.isalnum()) or c == "." else " " for c in text).split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,7 @@ def _plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         label="ours", color="#2463b4",
     )  # fmt: skip
     for p, r in zip(places, shown, strict=True):
-        axes.text(p + 0.2, r["ours"] + 0.015, f"{r['ours']:.2f}", ha="center", fontsize=8)
+        axes.text(p + 0.2, r["ours"] + (r["std"] or 0) + 0.015, f"{r['ours']:.2f}", ha="center", fontsize=8)
         if r["paper"] is not None:
             axes.text(p - 0.2, r["paper"] + 0.015, f"{r['paper']:.2f}", ha="center", fontsize=8)
     axes.set_xticks(list(places), [f"{r['row']}\n{r['column']}" for r in shown], fontsize=8)

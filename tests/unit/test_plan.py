@@ -1,0 +1,228 @@
+"""From options to settings: the budget is fixed first, and what is planned is what the ledger will accept."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datalens.config import Settings, TrainOptions
+from datalens.datasets.schema import Schema
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.plan import make_plan, warnings
+from datalens.presets import preset
+from datalens.privacy.events import GaussianEvent
+from datalens.privacy.ledger import Budget, Ledger
+
+MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
+OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nominal_size=900)
+
+
+def plan(schema: Schema = MNIST, **options: Any) -> tuple[Budget, Settings]:
+    return make_plan(TrainOptions(out=Path("unused"), **options), schema)
+
+
+def accepted(budget: Budget, made: Settings, *, extra: int = 1) -> int:
+    """How many of the planned steps (and `extra` more) a ledger of this budget takes."""
+    ledger = Ledger.in_memory(budget)
+    bound = math.sqrt(made.k * made.batch)
+    event = GaussianEvent(
+        row_unit="teacher",
+        l2_bound=bound,
+        diameter=2 * bound,
+        relation=budget.relation,
+        sigma=made.sigma,
+        queries=made.batch,
+        step=0,
+        noise="operating-system",
+    )
+    try:
+        for _ in range(made.steps + extra):
+            ledger.charge(event)
+    except BudgetExceeded:
+        pass
+    return len(ledger.events)
+
+
+# --- the plan and the ledger agree ----------------------------------------------------------------------------------
+
+
+@given(
+    method=st.sampled_from(["datalens", "datalens-paper"]),
+    epsilon=st.floats(0.3, 20),
+    steps=st.integers(1, 40),
+    k=st.integers(1, 30),
+    batch=st.integers(2, 30),
+    relation=st.sampled_from(["add-remove", "replace-one"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_planned_steps_fit_and_not_one_more(
+    method: Any, epsilon: float, steps: int, k: int, batch: int, relation: Any
+) -> None:
+    budget, made = plan(method=method, epsilon=epsilon, steps=steps, k=k, batch=batch, relation=relation)
+    assert (made.steps, made.k, made.batch, budget.epsilon) == (steps, k, batch, epsilon)
+    assert accepted(budget, made) == steps
+
+
+def test_a_plan_that_forgets_the_batch_is_caught() -> None:
+    """Broken twin: noise calibrated to 2√k where a row is √(k·batch) long buys no such number of steps."""
+    budget, made = plan(steps=20, k=30, batch=15)
+    too_quiet = dataclasses.replace(made, sigma=made.sigma / math.sqrt(15))
+    assert accepted(budget, made) == 20
+    assert accepted(budget, too_quiet) < 20
+
+
+def test_the_papers_rows() -> None:
+    """σ is given, so as many batches of 15 are taken as the paper's accountant allows: 86 at ε = 1."""
+    budget, made = plan(method="datalens-paper", epsilon=1.0)
+    assert (made.teachers, made.k, made.sigma, made.beta, made.steps) == (4000, 200, 5000.0, 0.7, 86)
+    assert budget.accountant == "rdp"
+    assert accepted(budget, made) == 86
+    assert made.basis_size == 784
+    ten, made_ten = plan(method="datalens-paper", epsilon=10.0)
+    assert (made_ten.k, made_ten.sigma) == (350, 900.0)
+    assert accepted(ten, made_ten) == made_ten.steps
+    exact, made_exact = plan(method="datalens-paper", epsilon=1.0, accountant="exact")
+    assert exact.accountant == "exact"
+    assert made_exact.steps == 2245 // 15
+
+
+def test_the_default_is_exact_and_add_remove() -> None:
+    budget, made = plan()
+    assert budget == Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")
+    assert made.shares == "hashed"
+    assert not made.noise_seeded
+    assert accepted(budget, made) == made.steps
+
+
+def test_a_sigma_that_was_asked_for_decides_the_steps() -> None:
+    budget, made = plan(sigma=3000.0)
+    assert made.sigma == 3000.0
+    assert accepted(budget, made) == made.steps > 0
+    budget, both = plan(sigma=3000.0, steps=5)
+    assert (both.sigma, both.steps) == (3000.0, 5)
+    assert accepted(budget, both, extra=0) == 5
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma": 1.0}, "not even one step"),
+        ({"sigma": 3000.0, "steps": 10**6}, "do not fit"),
+        ({"sigma": 0.0}, "--epsilon inf"),
+        ({"method": "datalens-paper", "epsilon": 0.05}, "not even one step"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_own_exit_code(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BudgetExceeded, match=message) as caught:
+        plan(**options)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"teachers": 0}, "--teachers"),
+        ({"teachers": 60_001}, "60000 records"),
+        ({"k": 0}, "--k"),
+        ({"k": 31, "basis_size": 30}, "--k 31"),
+        ({"steps": 0}, "--steps"),
+        ({"teacher_steps": 0}, "--teacher-steps"),
+        ({"batch": 0}, "--batch"),
+        ({"basis_size": 0}, "--basis-size"),
+        ({"basis_size": 785}, "785"),
+        ({"sigma": -1.0}, "--sigma"),
+        ({"sigma": math.inf}, "--sigma"),
+        ({"sigma": math.nan}, "--sigma"),
+        ({"beta": math.inf}, "--beta"),
+        ({"beta": -0.1}, "--beta"),
+        ({"clip": 0.0}, "--clip"),
+        ({"clip": math.nan}, "--clip"),
+        ({"basis": "pixel", "basis_size": 20, "network": "paper"}, "--basis dct"),
+        ({"basis": "pixel"}, "--network spectral"),
+        ({"preset": "unheard of"}, "--preset"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatalensError, match=message):
+        plan(**options)
+
+
+def test_balanced_shares_belong_to_replace_one() -> None:
+    with pytest.raises(DatalensError, match="--relation replace-one"):
+        plan(balanced=True)
+    budget, made = plan(balanced=True, relation="replace-one")
+    assert (budget.relation, made.shares) == ("replace-one", "balanced")
+
+
+def test_a_sigma_beyond_reason_is_refused_not_a_traceback() -> None:
+    with pytest.raises(DatalensError):
+        plan(sigma=1e200)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "word"), [(1.0, 0.5, "delta"), (1.0, 1e-3, "delta"), (50.0, 1e-5, "epsilon"), (1.0, 1e-5, "")]
+)
+def test_a_budget_that_promises_little_is_warned_about(epsilon: float, delta: float, word: str) -> None:
+    """The nominal size is public, so the plan can tell: 60,000 records."""
+    found = warnings(plan(epsilon=epsilon, delta=delta)[0], MNIST)
+    assert len(found) == bool(word) and all(word in line for line in found)
+
+
+# --- the rest of the settings ---------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_there_is_no_noise_unless_asked_for() -> None:
+    budget, made = plan(epsilon=math.inf)
+    assert made.sigma == 0.0
+    assert math.isinf(budget.epsilon)
+    assert made.steps == preset("datalens", None, MNIST, math.inf)[1]["steps"]
+    assert made.beta == 0.0
+    _, noisy = plan(epsilon=math.inf, sigma=7.0, steps=3)
+    assert (noisy.sigma, noisy.steps) == (7.0, 3)
+
+
+def test_sign_compression_pays_for_every_coordinate() -> None:
+    budget, made = plan(compress="sign", steps=10, basis_size=50)
+    assert made.k == made.basis_size == 50
+    assert accepted(budget, made) == 10
+    _, paper = plan(method="datalens-paper", compress="sign", steps=10)
+    assert paper.k == 784
+
+
+def test_values_that_belong_together_move_together() -> None:
+    _, small = plan(basis_size=4)
+    assert small.k == 4
+    _, asked = plan(basis_size=4, k=2)
+    assert asked.k == 2
+    _, pixels = plan(method="datalens-paper", teachers=100)
+    assert pixels.beta == pytest.approx(0.75 * pixels.sigma / 100)
+    _, kept = plan(method="datalens-paper", teachers=100, beta=0.5)
+    assert kept.beta == 0.5
+    _, own = plan(OWN)
+    assert own.k <= own.basis_size <= 3 * 8 * 8
+    assert own.teachers <= 900
+    _, cosines = plan(OWN, method="datalens-paper", basis="dct", basis_size=10)
+    assert (cosines.basis, cosines.basis_size, cosines.k) == ("dct", 10, 10)
+
+
+def test_a_noise_seed_is_remembered_as_a_fact() -> None:
+    _, made = plan(noise_seed=0)
+    assert made.noise_seeded
+
+
+def test_a_plan_touches_public_facts_only() -> None:
+    """The nominal size, never a count: two owners with different data and the same schema get the same plan."""
+    assert plan(OWN) == plan(dataclasses.replace(OWN))
+    with pytest.raises(DatalensError, match="900 records own has"):
+        plan(OWN, teachers=901)

@@ -1,0 +1,247 @@
+"""Walls, read off the syntax trees: each walker is run on the source, and on a planted violation it must find."""
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import datalens
+
+ROOT = Path(datalens.__file__).parent
+FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+
+Finder = Callable[[ast.AST], Iterator[int]]  # line numbers
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a name or an attribute of one, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def makes(name: str) -> Finder:
+    """Calls of `name`, under any alias it was imported or assigned by."""
+
+    def find(tree: ast.AST) -> Iterator[int]:
+        known = {name}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                known |= {alias.asname for alias in node.names if alias.name == name and alias.asname}
+            if isinstance(node, ast.Assign) and dotted(node.value).split(".")[-1] == name:
+                known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in known:
+                yield node.lineno
+
+    return find
+
+
+def uses(attribute: str) -> Finder:
+    """Reads of an attribute, also by its name in a string."""
+
+    def find(tree: ast.AST) -> Iterator[int]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == attribute:
+                yield node.lineno
+            if isinstance(node, ast.Constant) and node.value == attribute:
+                yield node.lineno
+
+    return find
+
+
+def goes_around_constructors(tree: ast.AST) -> Iterator[int]:
+    """replace(released, value=…) or object.__setattr__ would fill a frozen type of the guarantee without a gate."""
+    guarded = {"value", "event", "private_total", "l2_bound", "diameter"}
+    for node in ast.walk(tree):
+        copied = isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "replace"
+        if copied and any(keyword.arg in guarded for keyword in node.keywords):
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in ("__setattr__", "__new__"):
+            yield node.lineno
+
+
+def unpickles(tree: ast.AST) -> Iterator[int]:
+    """pickle and its cousins, torch.load, and numpy told to allow it."""
+    forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in forbidden for alias in node.names):
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in forbidden:
+                yield node.lineno
+            if node.module == "torch" and any(alias.name == "load" for alias in node.names):
+                yield node.lineno
+        if isinstance(node, ast.Attribute) and dotted(node) in ("torch.load", "torch.jit.load", "torch.package"):
+            yield node.lineno
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield node.value.lineno
+        if isinstance(node, ast.Call) and dotted(node.func) in ("np.load", "numpy.load", "np.save", "numpy.save"):
+            asked = {keyword.arg for keyword in node.keywords}
+            if "allow_pickle" not in asked:  # np.save allows it unless told otherwise
+                yield node.lineno
+
+
+def runs_text(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            yield node.lineno
+
+
+def prints(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield node.lineno
+
+
+def other_randomness(tree: ast.AST) -> Iterator[int]:
+    """Generators with a hidden state. Training takes `streams`, privacy noise `privacy/noise.py`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node) in ("np.random", "numpy.random", "torch.manual_seed"):
+            yield node.lineno
+        if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names):
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random"):
+            yield node.lineno
+
+
+def breaches(finder: Finder, *, allowed: tuple[str, ...], files: dict[str, str]) -> list[str]:
+    """file:line of every find outside the files and folders that may."""
+    return [
+        f"{name}:{line}"
+        for name, text in files.items()
+        if not name.startswith(allowed)
+        for line in finder(ast.parse(text))
+    ]
+
+
+def occurrences(finder: Finder, prefix: str) -> int:
+    return sum(1 for name, text in FILES.items() if name.startswith(prefix) for _ in finder(ast.parse(text)))
+
+
+# name → (walker, where it is allowed, violations planted elsewhere)
+WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
+    "Released is built in privacy/ only": (
+        makes("Released"),
+        ("privacy/",),
+        (
+            "Released(value=x, event=e, number=0)",
+            "released.Released(value=x)",
+            "from datalens.privacy.released import Released as R\nR(value=x)",
+            "Fake = Released\nFake(value=x)",
+        ),
+    ),
+    "sums are built in bounded/contributions.py only": (
+        makes("BoundedSum"),
+        ("bounded/contributions.py",),
+        ("BoundedSum(private_total=x, l2_bound=0.0)", "c.BoundedSum()"),
+    ),
+    "the private total is read at the gate only": (
+        uses("private_total"),
+        ("privacy/", "bounded/contributions.py"),
+        ("x = votes.private_total", 'getattr(votes, "private_total")', "votes.private_total.sum()"),
+    ),
+    "directions are decoded, not made": (
+        makes("Direction"),
+        ("released/decode.py",),
+        ("Direction(value=x)",),
+    ),
+    "nothing is copied around its constructor": (
+        goes_around_constructors,
+        (),
+        (
+            "from dataclasses import replace\nreplace(votes, l2_bound=0.0)",
+            "import dataclasses\ndataclasses.replace(released, value=x)",
+            'object.__setattr__(released, "value", x)',
+        ),
+    ),
+    "no pickle": (
+        unpickles,
+        (),
+        (
+            "import pickle",
+            "from pickle import loads",
+            "import torch\ntorch.load(f)",
+            "from torch import load",
+            "np.load(f, allow_pickle=True)",
+            "np.load(f, allow_pickle=flag)",
+            "np.save(f, x)",
+            "import joblib",
+        ),
+    ),
+    "no text is run": (runs_text, (), ("eval(x)", "exec(x)")),
+    "no prints": (prints, (), ("print(x)", "f = print")),
+    "noise has one module": (
+        other_randomness,
+        ("privacy/noise.py", "datasets/", "evaluate/", "released/", "reproduce/"),
+        ("np.random.default_rng(0)", "import random", "from random import gauss", "torch.manual_seed(0)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_the_wall_stands(name: str) -> None:
+    finder, allowed, _ = WALLS[name]
+    assert breaches(finder, allowed=allowed, files=FILES) == []
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_a_planted_violation_is_found(name: str) -> None:
+    finder, allowed, planted = WALLS[name]
+    assert planted
+    for text in planted:
+        inside_a_function = "def f(x):\n" + textwrap.indent(text, "    ")
+        found = breaches(finder, allowed=allowed, files={"privacy2/planted.py": inside_a_function})
+        assert found, text
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("Released is built in privacy/ only", "privacy/"),
+        ("sums are built in bounded/contributions.py only", "bounded/contributions.py"),
+        ("the private total is read at the gate only", "privacy/mechanisms.py"),
+        ("directions are decoded, not made", "released/decode.py"),
+        ("noise has one module", "privacy/noise.py"),
+    ],
+)
+def test_the_walker_sees_what_is_really_there(name: str, prefix: str) -> None:
+    """Were the thing renamed, the wall would stand around nothing."""
+    assert occurrences(WALLS[name][0], prefix) > 0
+
+
+def test_the_whole_source_is_walked() -> None:
+    assert {"privacy/mechanisms.py", "methods/datalens.py", "cli.py", "released/student.py"} <= set(FILES)
+    assert len(FILES) > 30
+
+
+def imports(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("datalens")}
+
+
+def gate_breaches(files: dict[str, str]) -> list[str]:
+    """`privacy` imports itself, the errors and bounded.contributions: who reads it has read the whole guarantee."""
+    allowed = ("datalens.privacy.", "datalens.errors.", "datalens.bounded.contributions.")
+    return [
+        f"{name}: {module}"
+        for name, text in files.items()
+        if name.startswith("privacy/")
+        for module in imports(text)
+        if not f"{module}.".startswith(allowed)
+    ]
+
+
+def test_the_gate_can_be_read_by_itself() -> None:
+    assert gate_breaches(FILES) == []
+    planted = {**FILES, "privacy/planted.py": "def f():\n    from datalens.private.teachers import Teachers\n"}
+    assert gate_breaches(planted) == ["privacy/planted.py: datalens.private.teachers.Teachers"]
