@@ -4,6 +4,7 @@ import json as json_module
 import os
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,9 @@ class Sample:
     out: Path
     """synth.npz, synth.parquet, or a folder/ of PNG files."""
     count: int = 10_000
+    """How many images; the classes come evenly."""
     seed: int = 0
+    """The same seed gives the same images."""
     force: bool = False
     """Replace --out if it exists."""
     json: Json = False
@@ -41,7 +44,9 @@ class Evaluate:
     data: str
     """The real data set to test on."""
     seeds: int = 3
+    """How many classifiers to train; mean and spread are reported."""
     epochs: int = 10
+    """Epochs of each; the last one counts."""
     count: int = 10_000
     """Synthetic images to train on, when a run is given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -50,17 +55,19 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a number of TopAgg queries costs; or, with --epsilon and one of k, sigma, queries left out, that one."""
+    """The cost of TopAgg queries. With --epsilon, leave one of --k, --sigma, --queries out and it is solved for."""
 
-    k: int | None = None
+    k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Coordinates each teacher votes on."""
-    sigma: float | None = None
-    queries: int | None = None
+    sigma: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Standard deviation of the noise on every vote sum."""
+    queries: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Synthetic images asked about, one by one or in batches: the cost is the same."""
     delta: float = 1e-5
-    epsilon: float | None = None
+    epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """The budget to solve for."""
     accountant: Literal["exact", "rdp"] = "exact"
-    """Which one to solve for."""
+    """Whose ε to solve for; both are always shown."""
     json: Json = False
 
 
@@ -85,6 +92,7 @@ class DataGet:
     """Bring a named data set into the cache ($DATALENS_HOME, else the platform's folder)."""
 
     name: Positional[str]
+    """One of those `datalens data list` shows."""
     json: Json = False
 
 
@@ -97,7 +105,7 @@ class Reproduce:
     list: bool = False
     """Show what there is."""
     quick: bool = False
-    """Minutes on two cores, with fewer teachers: labelled as such. The default."""
+    """Minutes on two cores, with fewer teachers, and labelled as such: what is done unless --full is given."""
     full: bool = False
     """The paper's sizes; wants a GPU."""
     out: Path = Path("runs/reproduce")
@@ -128,12 +136,20 @@ Command = (
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script. Errors a person can act on are one line on stderr; the exit code says which kind."""
+    if (arguments or sys.argv[1:])[:1] == ["--version"]:
+        sys.stdout.write(f"datalens {version('datalens')}\n")
+        return
     command = tyro.cli(
         Command,
         prog="datalens",
         description="Private images in, synthetic images out, with a differential-privacy certificate.",
         args=arguments,
-        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
+        config=(
+            tyro.conf.OmitSubcommandPrefixes,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.PositionalMetavarFromFieldName,
+        ),
     )
     given = {word[2:].split("=")[0].replace("-", "_") for word in arguments or sys.argv[1:] if word.startswith("--")}
     try:

@@ -13,6 +13,11 @@ from datalens.errors import DatalensError
 MethodName = Literal["datalens", "datalens-paper"]
 CompressName = Literal["topk-sign", "sign", "topk"]
 
+_FROM_PRESET = "(default: from the preset)"
+_WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
+_Number = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_FROM_PRESET)]
+_CHOICE = arg(help_behavior_hint=_FROM_PRESET)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -22,9 +27,9 @@ class TrainOptions:
     allows; give --steps, and the noise is calibrated to them.
     """
 
-    data: str | None = None
+    data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
     """A named data set (see `datalens data list`) or an .npz file with arrays `images` and `labels`."""
-    nominal_size: int | None = None
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file: about how many records it has, declared public (the true count is private)."""
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
@@ -34,46 +39,50 @@ class TrainOptions:
     """Privacy budget; `inf` trains without noise and without any guarantee."""
     delta: float = 1e-5
     """Choose it well under 1 / number of records."""
-    preset: str | None = None
+    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
     """datalens: default, quick. datalens-paper: paper, code (where the paper and its code differ)."""
     seed: int = 0
     """Of training randomness only. Privacy noise comes from the operating system."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
     resume: bool = False
     """Continue the run in --out after an interruption."""
     relation: Literal["add-remove", "replace-one"] = "add-remove"
     """Neighbouring data sets: one record present or absent, or one record replaced."""
-    accountant: Literal["exact", "rdp"] | None = None
-    """exact: the true cost of Gaussian noise. rdp: the paper's. Default: exact (datalens-paper: rdp)."""
-    teachers: int | None = None
+    accountant: Annotated[
+        Literal["exact", "rdp"] | None, arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)")
+    ] = None
+    """exact: the true cost of Gaussian noise. rdp: the paper's bound on it."""
+    teachers: _WholeNumber = None
     """Number of teachers, each on its own share of the records."""
     balanced: bool = False
     """Equal shares by position instead of hashed ones; under replace-one only."""
-    network: Literal["spectral", "compact", "paper"] | None = None
+    network: Annotated[Literal["spectral", "compact", "paper"] | None, _CHOICE] = None
     """The teachers' network: over cosine coefficients, a small convolutional one, or the paper's."""
-    k: int | None = None
+    k: _WholeNumber = None
     """Coordinates a teacher votes on, per synthetic image."""
-    sigma: float | None = None
+    sigma: _Number = None
     """Standard deviation of the noise on every vote sum."""
-    beta: float | None = None
+    beta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Threshold as a fraction of the teachers. Default: 0.75·σ/N, within the paper's σ/2N … σ/N."""
-    clip: float | None = None
+    clip: _Number = None
     """Clipping constant c of Algorithm 2."""
-    steps: int | None = None
+    steps: _WholeNumber = None
     """Steps of the student; each asks the teachers about one batch."""
-    teacher_steps: int | None = None
+    teacher_steps: _WholeNumber = None
     """Steps of each teacher per step of the student."""
-    batch: int | None = None
+    batch: _WholeNumber = None
     """Synthetic images per step, and records a teacher draws per step."""
-    basis: Literal["pixel", "dct"] | None = None
+    basis: Annotated[Literal["pixel", "dct"] | None, _CHOICE] = None
     """Coordinates in which teachers vote."""
-    basis_size: int | None = None
+    basis_size: _WholeNumber = None
     """How many low-frequency coordinates (dct only)."""
-    compress: CompressName | None = None
+    compress: Annotated[CompressName | None, _CHOICE] = None
     """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation."""
-    decode: Literal["threshold", "sign", "linear"] | None = None
+    decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
-    noise_seed: Annotated[int | None, arg(help="Seed the privacy noise, for debugging: the run is NOT PRIVATE.")] = None
+    noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
 
 

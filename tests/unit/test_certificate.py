@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from datalens.bounded.contributions import Contributions, sum_bounded
@@ -214,24 +214,35 @@ def test_any_flipped_byte_of_the_ledger_or_the_weights_is_caught(release: Path, 
     assert not caught(release)
 
 
+def cannot_be_written_again(text: bytes) -> bool:
+    """JSON that Python reads and will not write: a traceback today, in test_what_cannot_be_written_again_is_caught."""
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return False
+    try:
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return True
+    return False
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_changed_byte_of_the_certificate_is_caught_or_means_nothing(
+def test_any_changed_byte_of_the_certificate_is_caught(
     data: st.DataObject, originals: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """White space too: there is one way to write a certificate."""
     scratch = tmp_path_factory.getbasetemp() / "flipped"
     if not scratch.exists():
         shutil.copytree(originals["private"], scratch)
     content = (originals["private"] / CERTIFICATE).read_bytes()
-    position = data.draw(st.integers(0, len(content) - 1))
     edited = bytearray(content)
+    position = data.draw(st.integers(0, len(content) - 1))
     edited[position] = data.draw(st.one_of(st.integers(0, 255), st.sampled_from(b'0123456789"{}[]: ,e-')))
+    assume(not cannot_be_written_again(bytes(edited)))
     (scratch / CERTIFICATE).write_bytes(edited)
-    try:
-        same = json.loads(edited) == json.loads(content)  # white space, and 1e-05 for 1e-5
-    except ValueError:
-        same = False
-    assert caught(scratch) != same
+    assert caught(scratch) == (edited != content)
 
 
 def test_a_ledger_cut_at_the_end_is_caught(release: Path) -> None:
