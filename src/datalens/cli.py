@@ -218,7 +218,7 @@ def _release_of(path: Path) -> Path:
 
 
 def _train(command: TrainOptions, given: set[str]) -> int:
-    from datalens.train import train
+    from datalens.training import train
 
     result = train(command, given)
     _show(result, [f"{result['run']}/release"], json=command.json)
@@ -243,7 +243,7 @@ def _evaluate(command: Evaluate) -> int:
     from datalens.evaluate import utility
     from datalens.released import synthetic
     from datalens.released.release import sample
-    from datalens.train import choose_device
+    from datalens.training import choose_device
 
     test = formats.load(command.data, "test")
     real = formats.load(command.data, "train", nominal_size=1)

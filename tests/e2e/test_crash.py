@@ -658,7 +658,7 @@ def chain(run, report):
     import datalens.methods.datalens
     import datalens.released.release
     import datalens.runs
-    import datalens.train
+    import datalens.training
     from datalens.cli import main
 
     make = (

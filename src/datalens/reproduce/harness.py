@@ -88,7 +88,7 @@ def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str,
     from datalens.evaluate.utility import evaluate
     from datalens.released.certificate import check_release
     from datalens.released.release import sample
-    from datalens.train import choose_device, train
+    from datalens.training import choose_device, train
 
     assert cell.options is not None
     options = TrainOptions(out=run, device=device, resume=(run / "ledger.jsonl").exists(), **cell.options)  # type: ignore[arg-type]
