@@ -28,7 +28,7 @@ class TrainOptions:
     """
 
     data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
-    """A named data set (see `datalens data list`) or an .npz file with arrays `images` and `labels`."""
+    """A named data set (see `datalens data list`) or an .npz file with arrays `images`, `labels` and `classes`."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file: about how many records it has, declared public (the true count is private)."""
     out: Path

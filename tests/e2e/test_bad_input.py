@@ -181,7 +181,7 @@ def test_resume_of_nothing(datalens, tmp_path):
 def arrays(**changes):
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (60, 8, 8)).astype(np.uint8)
-    return {"images": images, "labels": np.arange(60) % 3} | changes
+    return {"images": images, "labels": np.arange(60) % 3, "classes": np.array(["a", "b", "c"])} | changes
 
 
 def with_nan():
@@ -228,6 +228,7 @@ FILES = {
     "no record": (saved(images=np.zeros((0, 8, 8), np.uint8), labels=np.zeros(0, int)), "images must be"),
     "no images": (saved(images=None), "no array images"),
     "no labels": (saved(labels=None), "no array labels"),
+    "no classes": (saved(classes=None), "no array classes"),
     "neither": (saved(images=None, labels=None, x=np.zeros(3)), "no array images and no array labels"),
     "labels too few": (saved(labels=np.zeros(59, int)), "labels must be 60 whole numbers"),
     "labels too many": (saved(labels=np.zeros(61, int)), "labels must be 60 whole numbers"),

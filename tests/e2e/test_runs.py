@@ -231,7 +231,12 @@ def test_resuming_with_the_default_instead_is_refused_too(datalens, small, tmp_p
 def test_resuming_from_another_folder(datalens, tmp_path, monkeypatch):
     random = np.random.default_rng(0)
     monkeypatch.chdir(tmp_path)
-    np.savez("own.npz", images=random.integers(0, 256, (50, 8, 8)).astype(np.uint8), labels=np.arange(50) % 2)
+    np.savez(
+        "own.npz",
+        images=random.integers(0, 256, (50, 8, 8)).astype(np.uint8),
+        labels=np.arange(50) % 2,
+        classes=["a", "b"],
+    )
     datalens("train", "--data", "own.npz", "--nominal-size", 50, "--teachers", 5, "--steps", 1, "--out", "run")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

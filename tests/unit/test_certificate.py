@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.bounded.contributions import Contributions, sum_bounded
@@ -214,19 +214,6 @@ def test_any_flipped_byte_of_the_ledger_or_the_weights_is_caught(release: Path, 
     assert not caught(release)
 
 
-def cannot_be_written_again(text: bytes) -> bool:
-    """JSON that Python reads and will not write: a traceback today, in test_what_cannot_be_written_again_is_caught."""
-    try:
-        read = json.loads(text)
-    except ValueError:
-        return False
-    try:
-        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        return True
-    return False
-
-
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_changed_byte_of_the_certificate_is_caught(
@@ -240,7 +227,6 @@ def test_any_changed_byte_of_the_certificate_is_caught(
     edited = bytearray(content)
     position = data.draw(st.integers(0, len(content) - 1))
     edited[position] = data.draw(st.one_of(st.integers(0, 255), st.sampled_from(b'0123456789"{}[]: ,e-')))
-    assume(not cannot_be_written_again(bytes(edited)))
     (scratch / CERTIFICATE).write_bytes(edited)
     assert caught(scratch) == (edited != content)
 
@@ -437,11 +423,6 @@ def test_a_file_that_does_not_belong_there_is_caught(release: Path) -> None:
     assert caught(release)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="what JSON can read but not write again is a traceback (report: verify again)",
-)
 @pytest.mark.parametrize("odd", [r'"\ud800"', "1e400"], ids=["half a character", "past every float"])
 def test_what_cannot_be_written_again_is_caught(release: Path, odd: str) -> None:
     text = (release / CERTIFICATE).read_text(encoding="utf-8")
@@ -449,11 +430,6 @@ def test_what_cannot_be_written_again_is_caught(release: Path, odd: str) -> None
     assert caught(release)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the ledger's bound is compared with the settings, its diameter and row unit are not: half the price passes "
-    "(report: verify again)",
-)
 @pytest.mark.parametrize("cheaper", [{"diameter": 2.0}, {"row_unit": "record"}], ids=["diameter", "row unit"])
 def test_events_that_are_not_this_methods_are_caught(release: Path, cheaper: dict[str, Any]) -> None:
     """Teachers' votes: a record replaces a whole row, so every event costs 2·√(k·batch), as the certificate says."""

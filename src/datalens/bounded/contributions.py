@@ -17,7 +17,7 @@ class Gradients:
     """A chunk of what teachers say about the fakes: one row of `values` per teacher."""
 
     teachers: Tensor  # [chunk] numbers of the teachers
-    values: Tensor  # [chunk, queries, d]
+    values: Tensor = field(repr=False)  # [chunk, queries, d]
     step: int
 
 
@@ -25,7 +25,7 @@ class Gradients:
 class Contributions:
     """Rows of one privacy unit each. A unit's row is all of `rows[i]`, over all queries at once."""
 
-    rows: Tensor  # [units, queries, d]: integers (votes) or floats
+    rows: Tensor = field(repr=False)  # [units, queries, d]: integers (votes) or floats
     l2_bound: float
     diameter: float  # 2·l2_bound unless a smaller one is proved
     row_unit: Literal["teacher", "record", "person"]

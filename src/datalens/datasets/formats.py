@@ -1,4 +1,8 @@
-"""The user's own data. So far: .npz with arrays `images` and `labels` (and `test_images`, `test_labels`)."""
+"""The user's own data. So far: .npz with arrays `images`, `labels` and `classes` (and `test_images`, `test_labels`).
+
+`classes` names the classes, in the order of the labels: which classes there are is declared public, not read off
+the labels, where one record could decide it.
+"""
 
 import zipfile
 from pathlib import Path
@@ -35,19 +39,20 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("it holds one array without a name")
         with file:
-            missing = [name for name in (f"{prefix}images", f"{prefix}labels") if name not in file]
+            wanted = (f"{prefix}images", f"{prefix}labels", "classes")
+            missing = [name for name in wanted if name not in file]
             if missing:
-                raise DatalensError(f"{path} has no array {' and no array '.join(missing)}")
-            images, labels = file[f"{prefix}images"], file[f"{prefix}labels"]
-            names = file.get("classes")
-            if not all(isinstance(part, np.ndarray) for part in (images, labels, names) if part is not None):
+                why = "; it names the classes, which are declared public" if "classes" in missing else ""
+                raise DatalensError(f"{path} has no array {' and no array '.join(missing)}{why}")
+            images, labels, names = (file[name] for name in wanted)
+            if not all(isinstance(part, np.ndarray) for part in (images, labels, names)):
                 raise ValueError("not all of it is arrays")
     except FileNotFoundError:
         raise DatalensError(f"{path} does not exist") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         raise DatalensError(f"{path} is not a readable .npz file ({error})") from None
     images, labels = check_images(images, path), check_labels(labels, len(images), path)
-    classes = tuple(map(str, names.tolist())) if names is not None else tuple(map(str, range(labels.max() + 1)))
+    classes = tuple(map(str, names.reshape(-1).tolist()))
     if len(set(classes)) != len(classes):
         raise DatalensError(f"{path}: class names must be distinct")
     if labels.max() >= len(classes):

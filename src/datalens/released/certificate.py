@@ -103,7 +103,7 @@ def check_release(release: Path) -> Verification:
     for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE}):
         if name not in hashes:
             problems.append(f"{name} is not part of what was certified")
-        elif not (release / name).is_file() or _file_hash(release / name) != hashes[name]:
+        elif Path(name).name != name or not (release / name).is_file() or _file_hash(release / name) != hashes[name]:
             problems.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
     if (release / CERTIFICATE).read_bytes() != certificate_bytes(certificate) or _own_hash(certificate) != certificate[
         "sha256"
@@ -158,6 +158,8 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
         found.append("the settings state another sigma than the ledger")
     if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
         found.append("the settings state another k or batch than the ledger was charged for")
+    if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
+        found.append("the ledger has events that are not sums of teachers' votes: they cost 2·sqrt(k·batch) each")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")
     if settings.shares == "balanced" and budget.relation == "add-remove":
@@ -173,6 +175,7 @@ def read_certificate(release: Path) -> dict[str, Any]:
         certificate = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         if not isinstance(certificate, dict) or not isinstance(certificate.get("sha256"), dict):
             raise ValueError("fields are missing")
+        certificate_bytes(certificate)  # what JSON reads and cannot write (1e400, half a character) is not ours
     except (ValueError, RecursionError) as error:
         raise DatalensError(f"{path} is not a certificate ({error})") from error
     return certificate
