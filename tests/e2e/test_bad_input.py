@@ -376,7 +376,8 @@ def test_evaluate_on_another_data_set(datalens, trained, tmp_path):
     against("no array test_images")
     against("they must match", images=large, test_images=large, test_labels=np.zeros(60, int))
     against("they must match", test_images=large, test_labels=np.zeros(60, int))
-    against("10 classes", test_images=arrays()["images"], test_labels=np.full(60, 10))
+    eleven = {"classes": np.arange(11).astype(str), "test_images": arrays()["images"], "test_labels": np.full(60, 10)}
+    against("10 classes", **eleven)
 
 
 @pytest.mark.parametrize("name", ["s.npz", "s.parquet", "s"])
