@@ -116,6 +116,7 @@ class Run:
                     self._checkpoint(step + 1, student, teachers)
                     written, cost = time.monotonic(), time.monotonic() - began
                 if self.interrupted:
+                    self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
                     return
 
     def record(self, step: int, **values: float) -> None:
@@ -174,6 +175,7 @@ class Run:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
+            os.write(2, b"finishing this step; once more stops at once\n")
 
         try:
             before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -114,7 +114,7 @@ def _train_and_release(run: Run, options: TrainOptions, device: "Any") -> int:
     begun = run.config["options"]
     dataset = formats.load(begun["data"], nominal_size=begun["nominal_size"])
     student = datalens.train(run, dataset, settings, noise=noise, device=device)
-    if not run.ledger.events:
-        raise BudgetExceeded("not one release fitted into the budget: raise --epsilon, or lower --k or --batch")
+    if run.completed == 0:
+        raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
     write_release(run.path, student.generator, settings=settings, schema=run.schema, ledger=run.ledger)
     return run.completed

@@ -325,20 +325,22 @@ def test_chunks_keep_4000_compact_teachers_inside_8_gib() -> None:
     assert 4000 * weights * 4 * 4 + 2**30 < 8 * 2**30
 
 
-def test_state_round_trip_continues_as_if_nothing_happened() -> None:
-    network = networks()["spectral"]
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_state_round_trip_continues_as_if_nothing_happened(chunk: int | None) -> None:
+    """Also where the resumed run has less memory, and so other chunks."""
+    network = InDouble(networks()["spectral"])
     images, labels = records()
     straight = make_teachers(network, images, labels)
     interrupted = make_teachers(network, images, labels)
     for step in range(2):
         straight.fit_step(fakes(step), step=step, repeats=2)
         interrupted.fit_step(fakes(step), step=step, repeats=2)
-    resumed = make_teachers(network, images, labels)
+    resumed = make_teachers(network, images, labels, chunk=chunk)
     resumed.load_state({name: value.clone() for name, value in interrupted.state().items()})
     for teachers in (straight, resumed):
         teachers.fit_step(fakes(2), step=2, repeats=2)
     rows = [torch.cat([g.values for g in t.image_gradients(fakes(3), step=3)]) for t in (straight, resumed)]
-    assert torch.equal(rows[0], rows[1])
+    assert relative_gap(rows[1], rows[0]) < (1e-6 if chunk else 1e-12)
 
 
 def test_matching_weights_give_both_sides_the_same_labels() -> None:
@@ -365,7 +367,7 @@ def test_a_teacher_without_a_class_does_not_learn_that_the_class_is_fake() -> No
         teachers = teachers_on(network, partition, images, labels)
         for step in range(5):
             teachers.fit_step(shown, step=step, repeats=2)
-        return float(teachers.state()["0.parameter.b2"][:, 1].abs().max())
+        return float(teachers.state()["parameter.b2"][:, 1].abs().max())
 
     assert bias_of_unseen_class() < 1e-6
     with pytest.MonkeyPatch.context() as patch:

@@ -78,12 +78,17 @@ class Teachers:
 
     def state(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
-        return {f"{i}.{name}": value for i, chunk in enumerate(self._chunks) for name, value in chunk.state().items()}
+        parts = [chunk.state() for chunk in self._chunks]
+        # All teachers together, whatever the chunks: a resumed run may have more or less memory.
+        return {
+            name: torch.cat([part[name] for part in parts]) if parts[0][name].dim() else parts[0][name]
+            for name in parts[0]
+        }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        for i, chunk in enumerate(self._chunks):
-            prefix = f"{i}."
-            chunk.load_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        for chunk in self._chunks:
+            mine = chunk.teachers.cpu()
+            chunk.load_state({name: value[mine] if value.dim() else value for name, value in state.items()})
 
     @property
     def chunk_sizes(self) -> list[int]:
@@ -107,10 +112,7 @@ class _Chunk:
         fake_logits = network.logits(self.parameters, fake.expand(n, *fake.shape), fake_labels.expand(n, -1))
         real_weight, fake_weight = matching_weights(labels, fake_labels)
         # −log D(x) − log(1 − D(G(z))), a mean over the batch, a sum over teachers: their gradients stay apart.
-        losses = (real_weight * F.softplus(-real_logits)).sum(dim=1) + (fake_weight * F.softplus(fake_logits)).sum(
-            dim=1
-        )
-        loss = losses.sum()
+        loss = (real_weight * F.softplus(-real_logits)).sum() + (fake_weight * F.softplus(fake_logits)).sum()
         self._adam.zero_grad()
         loss.backward()
         self._adam.step()
@@ -134,7 +136,7 @@ class _Chunk:
         for name, value in self.parameters.items():
             value.data.copy_(state[f"parameter.{name}"])
             self._adam.state[value] = {
-                key: state[f"adam.{name}.{key}"].to(value.device)
+                key: state[f"adam.{name}.{key}"].to(value.device, copy=True)  # chunks must not share a step counter
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"adam.{name}.{key}" in state
             }
