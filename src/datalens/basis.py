@@ -47,7 +47,9 @@ def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -
     rows = np.zeros((size, channels, height, width))
     for index, (channel, row, column) in enumerate(_lowest_frequencies(shape, size)):
         rows[index, channel] = np.outer(_cosine(height, row), _cosine(width, column))
-    return Basis(name="dct", shape=shape, rows=torch.from_numpy(rows.reshape(size, -1)).to(torch.float32))
+    # Multiples of 2^-26: sums of whole numbers times these are exact in float64, in any order (up to 2^17 values).
+    rounded = np.rint(rows.reshape(size, -1) * 2**26) / 2**26
+    return Basis(name="dct", shape=shape, rows=torch.from_numpy(rounded).to(torch.float32))
 
 
 def _lowest_frequencies(shape: tuple[int, int, int], size: int) -> list[tuple[int, int, int]]:

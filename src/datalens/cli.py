@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from datalens.config import TrainOptions
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, TamperedError
 
 Json = Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")]
 EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
@@ -295,11 +295,16 @@ def _account(command: Account) -> int:
 
 
 def _verify(command: Verify) -> int:
+    from datalens.privacy.accountant import UnpriceableEvent
     from datalens.privacy.ledger import json_number
     from datalens.released.certificate import LEDGER, check_release
 
     release = _release_of(command.run)
-    found = check_release(release)
+    try:
+        found = check_release(release)
+    except (TamperedError, UnpriceableEvent) as error:
+        _show({"ok": False, "problems": [str(error)]}, [f"the certificate does NOT stand: {error}"], json=command.json)
+        return EXIT_REFUSED
     problems = list(found.problems)
     own = command.run / LEDGER
     if release != command.run and own.is_file() and own.read_bytes() != (release / LEDGER).read_bytes():

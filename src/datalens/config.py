@@ -56,7 +56,7 @@ class TrainOptions:
     teachers: _WholeNumber = None
     """Number of teachers, each on its own share of the records."""
     balanced: bool = False
-    """Equal shares by position instead of hashed ones; under replace-one only."""
+    """Equal shares by position: what replace-one always uses, and add-remove refuses."""
     network: Annotated[Literal["spectral", "compact", "paper"] | None, _CHOICE] = None
     """The teachers' network: over cosine coefficients, a small convolutional one, or the paper's."""
     k: _WholeNumber = None

@@ -6,7 +6,7 @@ from typing import Any
 from datalens.config import Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.presets import preset
+from datalens.presets import HIDDEN, preset
 from datalens.privacy.accountant import calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 
@@ -17,7 +17,7 @@ _OVERRIDES = (
 
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
-    """Fix the budget and every setting before the first record is read."""
+    """Fix the budget and every setting before training, from public facts."""
     default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
     budget = Budget(
         epsilon=options.epsilon,
@@ -36,6 +36,7 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
+    values["hidden"] = HIDDEN[values["network"]]
     _check(values, schema)
     if values["compress"] == "sign":
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
@@ -47,7 +48,9 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
         preset=name,
         seed=options.seed,
         noise_seeded=options.noise_seed is not None,
-        shares="balanced" if options.balanced else "hashed",
+        # A replaced record keeps its position, but not its hash: hashed, it would leave one teacher and enter another,
+        # and two rows would change where one is paid for.
+        shares="balanced" if options.relation == "replace-one" else "hashed",
         **values,
     )
 
@@ -79,7 +82,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         raise DatalensError("--compress sign votes on every coordinate: leave --k out")
     if "basis_size" in asked and "k" not in asked:
         values["k"] = min(values["k"], asked["basis_size"])
-    if ("sigma" in asked or "teachers" in asked) and "beta" not in asked:
+    if asked.keys() & {"sigma", "steps", "teachers"} and "beta" not in asked:
         values["beta"] = None  # the printed β belongs to the printed σ and N
 
 

@@ -20,6 +20,8 @@ _CODE: dict[tuple[str, int], dict[str, Any]] = {
     ("fashion-mnist", 10): {"sigma": 1000.0},
 }
 
+HIDDEN = {"spectral": 16, "compact": 16, "paper": 256}  # units of the teachers' dense layer
+
 RECORDS_PER_TEACHER = 15  # the paper's 60,000 / 4,000
 
 
@@ -44,7 +46,6 @@ def _as_printed(schema: Schema) -> dict[str, Any]:
     return {
         "teachers": max(1, schema.nominal_size // RECORDS_PER_TEACHER),
         "network": "paper",
-        "hidden": 256,
         "teacher_rate": 1e-3,
         "teacher_weight_decay": 0.0,
         "teacher_steps": 2,
@@ -71,7 +72,6 @@ def _ours(name: str, schema: Schema) -> dict[str, Any]:
     size = min(64, schema.dimensions)
     settings = _as_printed(schema) | {
         "network": "spectral",
-        "hidden": 16,
         "teacher_rate": 5e-4,  # a teacher has some 15 records: slow and decayed, or it learns them by heart
         "teacher_weight_decay": 0.03,
         "student_decay": True,

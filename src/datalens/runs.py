@@ -24,7 +24,7 @@ from datalens.config import Settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
-from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.progress import bar
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class Stateful(Protocol):
     def state(self) -> "dict[str, Tensor]": ...
 
     def load_state(self, state: "dict[str, Tensor]") -> None: ...
+
+
+class LargeStateful(Stateful, Protocol):
+    def state_bytes(self) -> int: ...
 
 
 class Run:
@@ -57,7 +61,14 @@ class Run:
 
     @classmethod
     def create(
-        cls, path: Path, *, options: dict[str, Any], settings: Settings, budget: Budget, schema: Schema
+        cls,
+        path: Path,
+        *,
+        options: dict[str, Any],
+        settings: Settings,
+        budget: Budget,
+        schema: Schema,
+        data_sha256: str,
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched."""
         if path.name in ("", ".."):
@@ -71,10 +82,17 @@ class Run:
         try:
             for folder in (draft, draft / "checkpoints", draft / "journal"):
                 folder.mkdir(mode=0o700)
-            config = {"version": 1, "options": options, "settings": settings.as_dict(), "schema": schema.as_dict()}
+            config = {
+                "version": 1,
+                "options": options,
+                "settings": settings.as_dict(),
+                "schema": schema.as_dict(),
+                "data_sha256": data_sha256,  # of the records: private, like all of this file
+            }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
             Ledger.create(draft / "ledger.jsonl", budget).close()
             os.replace(draft, path)
+            sync_directory(path.parent)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -91,13 +109,17 @@ class Run:
             raise DatalensError(
                 f"another process is training in {path}: wait for it, or choose another --out"
             ) from None
-        return cls(path, config, lock)
+        try:
+            return cls(path, config, lock)
+        except BaseException:
+            lock.close()
+            raise
 
     def close(self) -> None:
         self.ledger.close()
         self._lock.close()
 
-    def steps(self, count: int, *, student: Stateful, teachers: Stateful) -> Iterator[int]:
+    def steps(self, count: int, *, student: Stateful, teachers: LargeStateful) -> Iterator[int]:
         """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
 
         A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
@@ -119,20 +141,20 @@ class Run:
                     self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
                     return
 
-    def record(self, step: int, **values: float) -> None:
+    def log(self, step: int, **values: float) -> None:
         """One line for the owner. Private: losses are not covered by ε."""
         line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(self.ledger.spent()), **values}
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _checkpoint(self, step: int, student: Stateful, teachers: Stateful) -> None:
+    def _checkpoint(self, step: int, student: Stateful, teachers: LargeStateful) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        if teachers.state_bytes() > CHECKPOINT_BYTES:
+            return
         state = {f"student.{k}": v for k, v in student.state().items()}
         state |= {f"teachers.{k}": v for k, v in teachers.state().items()}
-        if sum(v.numel() * v.element_size() for v in state.values()) > CHECKPOINT_BYTES:
-            return
         draft = self.path / "checkpoints" / "latest.tmp"
         draft.touch(mode=0o600)
         try:
@@ -146,6 +168,7 @@ class Run:
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         os.replace(draft, self.path / "checkpoints" / "latest.safetensors")
+        sync_directory(self.path / "checkpoints")  # before the journal forgets what this checkpoint holds
         self.journal.forget_before(self.ledger, step=step)
 
     def _restore(self, student: Stateful, teachers: Stateful) -> int:
@@ -160,7 +183,7 @@ class Run:
                 step = int(file.metadata()["step"])
             student.load_state({k.removeprefix("student."): v for k, v in state.items() if k.startswith("student.")})
             teachers.load_state({k.removeprefix("teachers."): v for k, v in state.items() if k.startswith("teachers.")})
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise DatalensError(
                 f"{path} is damaged ({type(error).__name__}): put a copy in its place, or delete it, and the steps "
                 "it held are asked (and charged) again"

@@ -1,12 +1,14 @@
 """One training run from start to release: what `datalens train` and the reproduce harness both call."""
 
 import dataclasses
+import hashlib
 import math
 import time
 from typing import Any
 
 from datalens.config import Settings, TrainOptions, options_as_dict
 from datalens.datasets import formats
+from datalens.datasets.sources import Dataset
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import make_plan, warnings
 from datalens.privacy.ledger import json_number
@@ -33,7 +35,7 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
             f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
             f"budget {budget.describe(budget.epsilon)}.{stamp}"
         )
-        steps = _train_and_release(run, options, device)
+        steps = _train_and_release(run, device)
         spent = run.ledger.spent()
         queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
         lost = len(run.ledger.events) - steps
@@ -84,7 +86,21 @@ def _start(options: TrainOptions) -> Run:
         say(f"warning: {line}")
     dataset = formats.load(options.data, nominal_size=options.nominal_size)  # found broken before the run exists
     check_enough(len(dataset.images), settings.teachers)
-    return Run.create(options.out, options=options_as_dict(options), settings=settings, budget=budget, schema=schema)
+    return Run.create(
+        options.out,
+        options=options_as_dict(options),
+        settings=settings,
+        budget=budget,
+        schema=schema,
+        data_sha256=_fingerprint(dataset),
+    )
+
+
+def _fingerprint(dataset: Dataset) -> str:
+    """Of all records: a resumed run must go on with the data it was begun with."""
+    digest = hashlib.sha256(dataset.images.tobytes())
+    digest.update(dataset.labels.tobytes())
+    return digest.hexdigest()
 
 
 def _continue(options: TrainOptions, given: set[str] | None) -> Run:
@@ -102,17 +118,19 @@ def _continue(options: TrainOptions, given: set[str] | None) -> Run:
     return run
 
 
-def _train_and_release(run: Run, options: TrainOptions, device: "Any") -> int:
+def _train_and_release(run: Run, device: "Any") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
     from datalens.privacy.noise import SecureNoise, SeededNoise
     from datalens.released.release import write_release
 
     settings: Settings = run.settings
-    seed = run.config["options"]["noise_seed"]
-    noise = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
     begun = run.config["options"]
+    noise_seed = begun["noise_seed"]
+    noise = SecureNoise() if noise_seed is None else SeededNoise(noise_seed + len(run.ledger.events))
     dataset = formats.load(begun["data"], nominal_size=begun["nominal_size"])
+    if dataset.schema != run.schema or _fingerprint(dataset) != run.config.get("data_sha256"):
+        raise DatalensError(f"{begun['data']} is not what {run.path} was begun with: put it back, or start another run")
     student = datalens.train(run, dataset, settings, noise=noise, device=device)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")

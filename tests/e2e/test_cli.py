@@ -341,7 +341,7 @@ def test_options_run_and_record_themselves(datalens, small, tmp_path, options, r
 @pytest.mark.parametrize(
     ("options", "relation", "accountant", "shares"),
     [
-        (("--relation", "replace-one"), "replace-one", "exact", "hashed"),
+        (("--relation", "replace-one"), "replace-one", "exact", "balanced"),
         (("--relation", "replace-one", "--balanced"), "replace-one", "exact", "balanced"),
         (("--accountant", "rdp"), "add-remove", "rdp", "hashed"),
     ],

@@ -257,3 +257,19 @@ def test_an_empty_folder_may_become_a_run(datalens, small, tmp_path):
 
 def test_missing_folders_above_the_run_are_made(datalens, small, tmp_path):
     datalens("train", *small, "--steps", 1, "--out", tmp_path / "a" / "b" / "run").succeeded()
+
+
+def test_resuming_on_other_data_is_refused(datalens, tmp_path):
+    """The ledger is about the records it was begun with."""
+    random = np.random.default_rng(0)
+    images, labels = random.integers(0, 256, (50, 8, 8)).astype(np.uint8), np.arange(50) % 2
+    path, run = tmp_path / "own.npz", tmp_path / "run"
+    np.savez(path, images=images, labels=labels, classes=["a", "b"])
+    datalens("train", "--data", path, "--nominal-size", 50, "--teachers", 5, "--steps", 1, "--out", run).succeeded()
+    before = (run / "ledger.jsonl").read_bytes()
+    for changed in ({"labels": 1 - labels}, {"images": images[:49], "labels": labels[:49]}, {"classes": ["a", "c"]}):
+        np.savez(path, **({"images": images, "labels": labels, "classes": ["a", "b"]} | changed))
+        assert "begun with" in datalens("train", "--out", run, "--resume").refused(after_start=True)
+    assert (run / "ledger.jsonl").read_bytes() == before
+    np.savez(path, images=images, labels=labels, classes=["a", "b"])
+    datalens("train", "--out", run, "--resume").succeeded()

@@ -276,3 +276,27 @@ def test_shares_that_are_not_uniform_are_caught() -> None:
     first_byte = [hashlib.blake2b(b"id:%d" % i, key=SALT).digest()[0] % 50 for i in range(30_000)]
     assert not looks_uniform(np.bincount(first_byte, minlength=50))
     assert not looks_uniform(balanced(30_000, teachers=50).sizes)
+
+
+# --- replace-one ----------------------------------------------------------------------------------------------------
+
+
+def shares_changed_by_a_replacement(shares: Any) -> int:
+    """How many shares hold other records after record 10's pixels were replaced; one teacher's row is paid for."""
+    random = np.random.default_rng(0)
+    before = random.integers(0, 256, (60, 4, 4, 1), dtype=np.uint8)
+    after = before.copy()
+    after[10] = 255 - after[10]
+
+    def held(images: np.ndarray) -> list[set[bytes]]:
+        share = shares(images).share
+        return [{images[i].tobytes() for i in np.flatnonzero(share == teacher)} for teacher in range(TEACHERS)]
+
+    return sum(a != b for a, b in zip(held(before), held(after), strict=True))
+
+
+def test_a_replaced_record_changes_one_share() -> None:
+    assert shares_changed_by_a_replacement(lambda images: balanced(len(images), teachers=TEACHERS)) == 1
+    # Broken twin: by the hash of its content the record leaves one share and enters another, at the price of one.
+    by_content = lambda images: hashed(record_keys(images, None), teachers=TEACHERS, salt=SALT)  # noqa: E731
+    assert shares_changed_by_a_replacement(by_content) == 2

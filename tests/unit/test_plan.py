@@ -163,6 +163,8 @@ def test_balanced_shares_belong_to_replace_one() -> None:
         plan(balanced=True)
     budget, made = plan(balanced=True, relation="replace-one")
     assert (budget.relation, made.shares) == ("replace-one", "balanced")
+    assert plan(relation="replace-one")[1].shares == "balanced"  # hashed, a replaced record would change two rows
+    assert plan()[1].shares == "hashed"
 
 
 def test_a_sigma_beyond_reason_is_refused_not_a_traceback() -> None:

@@ -33,8 +33,8 @@ class InDouble:
     def features(self, images: Tensor) -> Tensor:
         return self.network.features(images.double())
 
-    def votes(self, gradients: Tensor) -> Tensor:
-        return self.network.votes(gradients)
+    def to_basis(self, gradients: Tensor) -> Tensor:
+        return self.network.to_basis(gradients)
 
     def parameters(self, teachers: Tensor, seed: int) -> dict[str, Tensor]:
         return {name: value.double() for name, value in self.network.parameters(teachers, seed).items()}
@@ -181,7 +181,7 @@ def loop_train_and_vote(network: InDouble, images: np.ndarray, labels: np.ndarra
         batch = fakes(steps)
         inputs = network.features(batch.images).requires_grad_()
         gradient = torch.autograd.grad(F.logsigmoid(module(inputs, batch.labels)).sum(), inputs)[0]
-        rows.append(network.votes(gradient.unsqueeze(0))[0])
+        rows.append(network.to_basis(gradient.unsqueeze(0))[0])
     return torch.stack(rows)
 
 
@@ -374,3 +374,24 @@ def test_a_teacher_without_a_class_does_not_learn_that_the_class_is_fake() -> No
         even = lambda labels, fake: (torch.full(labels.shape, 1 / BATCH), torch.full((len(labels), len(fake)), 0.25))  # noqa: E731
         patch.setattr("datalens.private.teachers.matching_weights", even)
         assert bias_of_unseen_class() > 1e-3
+
+
+def test_a_records_features_depend_on_nothing_else() -> None:
+    """Bit for bit the same alone, among many, and with the pixels summed in another order."""
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (2000, 28, 28, 1), dtype=np.uint8))
+    network = Spectral(basis=make_basis("dct", (1, 28, 28), 64), classes=10, hidden=4)
+    together = network.record_features(images)
+    for i in (0, 1, 777, 1999):
+        assert torch.equal(network.record_features(images[i : i + 1])[0], together[i])
+    rows = network.basis.rows
+    assert rows is not None
+    shuffled = torch.from_numpy(random.permutation(784))
+    flat = images.reshape(2000, 784).double() * 2 - 255
+    assert torch.equal(flat @ rows.double().T, flat[:, shuffled] @ rows.double()[:, shuffled].T)
+    # The broken twin: in float32 the order decides the last bits.
+    assert not torch.equal(flat.float() @ rows.T, flat.float()[:, shuffled] @ rows[:, shuffled].T)
+    # And they are the features that fakes get, up to rounding.
+    assert torch.allclose(together, network.features(images.permute(0, 3, 1, 2) / 255), atol=1e-5)
+    pixels = compact_network(make_basis("pixel", (1, 28, 28), None), 10).record_features(images)
+    assert torch.equal(pixels, images.permute(0, 3, 1, 2) / 255)

@@ -1,5 +1,6 @@
 """The user's own data. So far: .npz with arrays `images`, `labels` and `classes` (and `test_images`, `test_labels`).
 
+`ids`, if there, are stable names of the records: a record's share follows its id instead of its pixels.
 `classes` names the classes, in the order of the labels: which classes there are is declared public, not read off
 the labels, where one record could decide it.
 """
@@ -45,7 +46,8 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
                 why = "; it names the classes, which are declared public" if "classes" in missing else ""
                 raise DatalensError(f"{path} has no array {' and no array '.join(missing)}{why}")
             images, labels, names = (file[name] for name in wanted)
-            if not all(isinstance(part, np.ndarray) for part in (images, labels, names)):
+            ids = file.get(f"{prefix}ids")
+            if not all(isinstance(part, np.ndarray) for part in (images, labels, names, ids) if part is not None):
                 raise ValueError("not all of it is arrays")
     except FileNotFoundError:
         raise DatalensError(f"{path} does not exist") from None
@@ -55,13 +57,15 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
     classes = tuple(map(str, names.reshape(-1).tolist()))
     if len(set(classes)) != len(classes):
         raise DatalensError(f"{path}: class names must be distinct")
+    if ids is not None and ids.shape != (len(images),):
+        raise DatalensError(f"{path}: ids must be {len(images)}, one an image")
     if labels.max() >= len(classes):
         raise DatalensError(f"{path}: label {labels.max()} has no name among the {len(classes)} classes")
     _, height, width, channels = images.shape
     public = Schema(
-        name=path.stem, height=height, width=width, channels=channels, classes=classes, nominal_size=nominal_size
+        name=path.name, height=height, width=width, channels=channels, classes=classes, nominal_size=nominal_size
     )
-    return Dataset(schema=public, images=images, labels=labels)
+    return Dataset(schema=public, images=images, labels=labels, ids=ids)
 
 
 def check_images(images: np.ndarray, path: Path) -> np.ndarray:

@@ -67,14 +67,15 @@ def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource,
                 break  # an interruption cost a release: the run ends with fewer steps, never over budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
-        run.record(step, teacher_loss=loss, mean_vote=float(abs(noisy.value).mean()) / s.teachers)
+        run.log(step, teacher_loss=loss, mean_vote=float(abs(noisy.value).mean()) / s.teachers)
     return student
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:
     if settings.network == "spectral":
         return Spectral(basis=basis, classes=classes, hidden=settings.hidden)
-    return paper_network(basis, classes) if settings.network == "paper" else compact_network(basis, classes)
+    make = paper_network if settings.network == "paper" else compact_network
+    return make(basis, classes, hidden=settings.hidden)
 
 
 def make_shares(dataset: Dataset, network: Network, settings: Settings, device: torch.device) -> Shares:
@@ -84,12 +85,6 @@ def make_shares(dataset: Dataset, network: Network, settings: Settings, device: 
     else:
         salt = f"datalens shares, seed {settings.seed}".encode()
         partition = hashed(record_keys(dataset.images, dataset.ids), teachers=settings.teachers, salt=salt)
-    features = torch.cat(
-        [network.features(to_tensor(part, device)) for part in torch.from_numpy(dataset.images).split(10_000)]
-    )
+    parts = torch.from_numpy(dataset.images).split(10_000)
+    features = torch.cat([network.record_features(part.to(device)) for part in parts])
     return Shares(features, torch.from_numpy(dataset.labels).to(device), partition)
-
-
-def to_tensor(images: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """uint8 [n, h, w, c] → float32 [n, c, h, w] in [0, 1]"""
-    return images.to(device).permute(0, 3, 1, 2).to(torch.float32) / 255

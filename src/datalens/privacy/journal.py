@@ -13,7 +13,7 @@ import numpy as np
 
 from datalens.errors import TamperedError
 from datalens.privacy.events import GaussianEvent
-from datalens.privacy.ledger import Ledger
+from datalens.privacy.ledger import Ledger, sync_directory
 from datalens.privacy.released import Released
 
 
@@ -33,6 +33,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+        sync_directory(self._directory)
 
     def find(self, ledger: Ledger, *, step: int) -> Released | None:
         """The release of this step, if it was charged and its value survived."""

@@ -87,7 +87,7 @@ class Ledger:
             raise DatalensError(f"{path} exists: it records what was spent; use --resume or another --out") from None
         finally:
             temporary.unlink()
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
         return cls(budget, [], last_hash=line_hash, file=_open_alone(path))
 
     @classmethod
@@ -222,7 +222,7 @@ def _open_alone(path: Path) -> IO[bytes]:
     return file
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """A new file survives a crash only once its directory entry does."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -25,8 +25,16 @@ class Network(Protocol):
         """[…, c, h, w] in [0, 1] → what `logits` takes; linear up to a constant shift."""
         ...
 
-    def votes(self, gradients: Tensor) -> Tensor:
-        """Gradient of the features [n, m, …] → gradient in the basis [n, m, d], up to a positive factor."""
+    def record_features(self, records: Tensor) -> Tensor:
+        """The same of records, uint8 [n, h, w, c]: bit for bit a function of each record by itself.
+
+        A matrix product in floats rounds by the shape it is blocked into, so a record's features could depend on
+        how many other records there are.
+        """
+        ...
+
+    def to_basis(self, gradients: Tensor) -> Tensor:
+        """Gradient of the features [n, m, …] → gradient in the basis [n, m, d], up to one public positive factor."""
         ...
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters: ...
@@ -54,7 +62,12 @@ class Spectral:
     def features(self, images: Tensor) -> Tensor:
         return self.basis.forward(images - 0.5) * self.scale
 
-    def votes(self, gradients: Tensor) -> Tensor:
+    def record_features(self, records: Tensor) -> Tensor:
+        doubled = records.permute(0, 3, 1, 2).to(torch.float64) * 2 - 255  # 2·255·(x − 1/2), whole numbers
+        exact = self.basis.forward(doubled)  # sums of multiples of 2^-26: no rounding, in whatever order
+        return (exact * (self.scale / 510)).to(torch.float32)
+
+    def to_basis(self, gradients: Tensor) -> Tensor:
         return gradients
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters:
@@ -101,7 +114,10 @@ class Convolutional:
     def features(self, images: Tensor) -> Tensor:
         return images
 
-    def votes(self, gradients: Tensor) -> Tensor:
+    def record_features(self, records: Tensor) -> Tensor:
+        return records.permute(0, 3, 1, 2).to(torch.float32) / 255
+
+    def to_basis(self, gradients: Tensor) -> Tensor:
         return self.basis.forward(gradients)
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters:
@@ -174,7 +190,7 @@ class Convolutional:
         return out + _by_label(maps.flatten(2), labels).view(n, b, high, wide, -1)
 
 
-def paper_network(basis: Basis, classes: int) -> Convolutional:
+def paper_network(basis: Basis, classes: int, *, hidden: int = 256) -> Convolutional:
     """The paper's discriminator at full size: about 556 k parameters on MNIST."""
     colour = basis.shape[0]
     return Convolutional(
@@ -182,13 +198,13 @@ def paper_network(basis: Basis, classes: int) -> Convolutional:
         shape=basis.shape,
         classes=classes,
         channels=(colour + classes, 32 + classes),
-        hidden=256,
+        hidden=hidden,
         label_planes=True,
         dense_norm=True,
     )
 
 
-def compact_network(basis: Basis, classes: int) -> Convolutional:
+def compact_network(basis: Basis, classes: int, *, hidden: int = 16) -> Convolutional:
     """About 16 k parameters on MNIST; one more convolution for every doubling past 32 pixels keeps it small."""
     side = max(basis.shape[1:])
     channels = (8, 16, 16, 16, 16)[: 2 + max(0, (side - 1).bit_length() - 5)]
@@ -197,7 +213,7 @@ def compact_network(basis: Basis, classes: int) -> Convolutional:
         shape=basis.shape,
         classes=classes,
         channels=channels,
-        hidden=16,
+        hidden=hidden,
         label_planes=False,
         dense_norm=False,
     )

@@ -33,7 +33,10 @@ class Partition:
 
 
 def hashed(records: Iterable[bytes], *, teachers: int, salt: bytes) -> Partition:
-    """A share per record by keyed hash: for add/remove, and for replace-one too."""
+    """A share per record by keyed hash. Valid under add/remove only.
+
+    A *replaced* record has another hash, so it would leave one share and enter another: two rows would change.
+    """
     _check_teachers(teachers)
     key = hashlib.blake2b(salt, digest_size=32).digest()  # a salt of any length
     share = np.fromiter((_share(record, teachers, key) for record in records), dtype=np.int64)

@@ -51,7 +51,7 @@ class Teachers:
         ]
 
     def fit_step(self, fakes: Fakes, *, step: int, repeats: int) -> float:
-        """`repeats` Adam steps of every teacher against the same fakes; returns the mean loss (private!)."""
+        """`repeats` Adam steps of every teacher against the same fakes; returns the last one's mean loss (private!)."""
         fake = self._network.features(fakes.images.detach())
         total = 0.0
         for chunk in self._chunks:
@@ -72,7 +72,7 @@ class Teachers:
         """
         fake = self._network.features(fakes.images.detach())
         for chunk in self._chunks:
-            values = self._network.votes(chunk.image_gradients(self._network, fake, fakes.labels))
+            values = self._network.to_basis(chunk.image_gradients(self._network, fake, fakes.labels))
             values = torch.where(self._shares.occupied(chunk.teachers).view(-1, 1, 1), values, 0.0)
             yield Gradients(teachers=chunk.teachers, values=values, step=step)
 
@@ -81,9 +81,13 @@ class Teachers:
         parts = [chunk.state() for chunk in self._chunks]
         # All teachers together, whatever the chunks: a resumed run may have more or less memory.
         return {
-            name: torch.cat([part[name] for part in parts]) if parts[0][name].dim() else parts[0][name]
+            name: torch.cat([part[name].cpu() for part in parts]) if parts[0][name].dim() else parts[0][name]
             for name in parts[0]
         }
+
+    def state_bytes(self) -> int:
+        """The size of `state`, without making it: weights and two moments each."""
+        return sum(3 * p.numel() * p.element_size() for chunk in self._chunks for p in chunk.parameters.values())
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         for chunk in self._chunks:
@@ -96,7 +100,10 @@ class Teachers:
 
 
 class _Chunk:
-    """Some teachers, their parameters and their optimiser. Adam is elementwise, so teachers do not meet in it."""
+    """Some teachers, their parameters and their optimiser. Adam is elementwise, so teachers do not meet in it.
+
+    Weight decay is the L2 term in the gradient, as Adam has it (not AdamW's).
+    """
 
     def __init__(self, network: Network, teachers: Tensor, rate: float, decay: float, seed: int) -> None:
         self.teachers = teachers
@@ -157,6 +164,10 @@ def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def chunk_that_fits(bytes_per_teacher: int, device: torch.device) -> int:
-    """As many teachers at a time as half of the free GPU memory, or a CPU's share of 1 GiB, can hold."""
-    room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**30
+    """As many teachers at a time as half of the GPU's memory, or 1 GiB on a CPU, can hold.
+
+    By what the device has, never by what is free: that depends on the number of records, and with the chunks
+    the rounding of every teacher's row would.
+    """
+    room = torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 2**30
     return max(1, room // bytes_per_teacher)

@@ -1,6 +1,6 @@
 """The certificate: what is guaranteed, to whom, and how to check it. And the check.
 
-It states the **budget** (ε, δ), fixed before the first record was read; what was spent is information.
+It states the **budget** (ε, δ), fixed before training from public facts; what was spent is information.
 `check_release` needs the release folder and nothing else.
 """
 
@@ -25,6 +25,7 @@ NOT_PRIVATE = "NOT PRIVATE"
 NOT_COVERED = (
     "results of evaluating on real data",
     "the choice of settings, if several runs on the same data were compared",
+    "stopping a run because of what its private metrics showed",
     "other releases made from the same data (their costs add up)",
     "timing and other side channels of the machine that trained",
 )
@@ -162,8 +163,8 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
         found.append("the ledger has events that are not sums of teachers' votes: they cost 2·sqrt(k·batch) each")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")
-    if settings.shares == "balanced" and budget.relation == "add-remove":
-        found.append("balanced shares are not private under add-remove")
+    if (settings.shares == "balanced") != (budget.relation == "replace-one"):
+        found.append(f"{settings.shares} shares are not private under {budget.relation} at this price")
     return found
 
 

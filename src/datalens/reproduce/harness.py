@@ -75,12 +75,17 @@ def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any
     results: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(runnable, start=1):
         path = folder / "cells" / f"{cell.name}.json"
-        if not path.exists():
+        if not _finished(path, cell):
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
             result = _run_cell(cell, table.scoring(full), folder / "runs" / cell.name, device)
             write_atomically(path, json.dumps(result, indent=1).encode())
         results[cell.name] = json.loads(path.read_text(encoding="utf-8"))
     return _write(name, table, cells, results, folder, full=full)
+
+
+def _finished(path: Path, cell: Cell) -> bool:
+    """A cell is kept as long as it was asked for in the same way."""
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")).get("options") == cell.options
 
 
 def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str, Any]:
@@ -114,6 +119,7 @@ def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str,
         "row": cell.row,
         "column": cell.column,
         "paper": cell.paper,
+        "options": cell.options,
         "date": datetime.now(UTC).date().isoformat(),
         "utility": score.as_dict(),
         "train": {key: value for key, value in trained.items() if key != "run"},
