@@ -68,5 +68,5 @@ def test_table1_is_the_papers() -> None:
         "Fashion-MNIST ε=10": 0.7061,
     }
     quick = [cell for cell in table1.cells(full=False) if cell.column == "DataLens"]
-    assert all(cell.options is not None and cell.options["teachers"] == 300 for cell in quick)
-    assert "300" in table1.note(full=False)  # the smaller size is said where the figures are
+    assert all(cell.options is not None and cell.options["teachers"] == 100 for cell in quick)
+    assert "100" in table1.note(full=False)  # the smaller size is said where the figures are
