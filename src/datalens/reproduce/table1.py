@@ -44,8 +44,8 @@ def note(full: bool) -> str:
     how = (
         "DataLens: preset `paper`, 4000 teachers of the paper's size."
         if full
-        else "DataLens: **100 compact teachers and 30 steps where the paper has 4000 and 86**, so the votes drown in the "
-        "noise: this checks the chain, not the paper. Use --full on a GPU for that."
+        else "DataLens: **100 compact teachers and 30 steps where the paper has 4000 and 86**, so the votes drown in "
+        "the noise: this checks the chain, not the paper. Use --full on a GPU for that."
     )
     return f"{how} `datalens (ours)` is the default method. Final-epoch accuracy, δ = 1e-5."
 
