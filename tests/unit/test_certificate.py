@@ -439,3 +439,11 @@ def test_events_that_are_not_this_methods_are_caught(release: Path, cheaper: dic
             line["event"] |= cheaper
 
     assert verification_after(release, cheapen).problems
+
+
+def test_hashed_shares_under_replace_one_are_caught(tmp_path: Path) -> None:
+    """A replaced record would change two rows there, at the price of one."""
+    replaced = dataclasses.replace(BUDGET, relation="replace-one")
+    assert planned().shares == "hashed"
+    found = check_release(build(tmp_path, budget=replaced)).problems
+    assert len(found) == 1 and "hashed shares are not private under replace-one" in found[0]
