@@ -32,6 +32,8 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
         )
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
+    if options.chunk is not None and options.chunk < 1:
+        raise DatalensError(f"--chunk must be at least 1, not {options.chunk}")
     name, values = preset(options.method, options.preset, schema, options.epsilon)
     asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
     _adjust_to_what_was_asked(values, asked, schema)

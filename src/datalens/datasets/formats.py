@@ -5,32 +5,73 @@
 the labels, where one record could decide it.
 """
 
+import dataclasses
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from datalens.datasets import sources
+from datalens.datasets.records import Dataset, Records, collect
 from datalens.datasets.schema import Schema
-from datalens.datasets.sources import Dataset
 from datalens.errors import DatalensError
 
 
-def load(data: str, split: str = "train", *, nominal_size: int | None = None) -> Dataset:
-    """A named data set, or a file. `nominal_size` is what the owner declares: a file's true count is private."""
-    if not data.endswith(".npz"):
-        return sources.load(data, split)
-    if split == "train" and nominal_size is None:
-        raise DatalensError(
-            f"how many records {data} holds is private: declare a public round figure with --nominal-size"
-        )
+def open_records(
+    data: str, split: str = "train", *, nominal_size: int | None = None, folder: Path | str | None = None
+) -> Records:
+    """A named data set, or a file, as a stream of records: what training reads.
+
+    `nominal_size` is what the owner declares: a file's true count is private. `folder`: where a set that cannot be
+    downloaded lies; what of it is there is private too, so a nominal size may be declared with it.
+    """
+    _check(data, nominal_size, folder)
+    if data.endswith(".npz"):
+        if split == "train" and nominal_size is None:
+            raise DatalensError(
+                f"how many records {data} holds is private: declare a public round figure with --nominal-size"
+            )
+        return _load_npz(Path(data), split, nominal_size or 0)
+    records = sources.open_records(data, split, data_folder=None if folder is None else Path(folder))
+    return records if nominal_size is None else _declared(records, nominal_size)
+
+
+def load(
+    data: str, split: str = "train", *, nominal_size: int | None = None, folder: Path | str | None = None
+) -> Dataset:
+    """The same, all of it in memory: for test sets and small sets."""
+    return collect(open_records(data, split, nominal_size=nominal_size, folder=folder))
+
+
+def load_some(data: str, *, most: int, folder: Path | str | None = None) -> Dataset:
+    """At most so many training records, drawn at random, in memory: enough to compare with as many synthetic ones."""
+    nominal = 1 if data.endswith(".npz") else None  # nothing is planned by it here
+    return collect(open_records(data, nominal_size=nominal, folder=folder), most=most)
+
+
+def schema(data: str, *, nominal_size: int | None = None, folder: Path | str | None = None) -> Schema:
+    """What is public. Of a named data set no file is touched for it."""
+    if data.endswith(".npz"):
+        return open_records(data, nominal_size=nominal_size, folder=folder).schema
+    _check(data, nominal_size, folder)
+    public = sources.schema(data)
+    return public if nominal_size is None else dataclasses.replace(public, nominal_size=nominal_size)
+
+
+def _check(data: str, nominal_size: int | None, folder: Path | str | None) -> None:
     if nominal_size is not None and nominal_size < 1:
         raise DatalensError(f"--nominal-size must be at least 1, not {nominal_size}")
-    return _load_npz(Path(data), split, nominal_size or 0)
+    if data.endswith(".npz") and folder is not None:
+        raise DatalensError(f"--data-folder is for named data sets: {data} is a file, leave it out")
+    if not data.endswith(".npz") and nominal_size is not None and folder is None:
+        raise DatalensError(
+            "--nominal-size is for your own file, or with --data-folder: what a named data set holds is public"
+        )
 
 
-def schema(data: str, *, nominal_size: int | None = None) -> Schema:
-    return load(data, nominal_size=nominal_size).schema if data.endswith(".npz") else sources.schema(data)
+def _declared(records: Records, nominal_size: int) -> Records:
+    public = dataclasses.replace(records.schema, nominal_size=nominal_size)
+    return dataclasses.replace(records, schema=public)  # type: ignore[type-var]
 
 
 def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:

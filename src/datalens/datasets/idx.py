@@ -26,3 +26,11 @@ def parse(data: bytes, ndim: int, what: str = "idx data") -> np.ndarray:
         said = "×".join(map(str, shape))
         raise DatalensError(f"{what}: the header says {said} bytes, but {len(data) - header} follow it")
     return np.frombuffer(data, dtype=np.uint8, offset=header).reshape(shape).copy()
+
+
+def dump(array: np.ndarray) -> bytes:
+    """The same backwards, from an array of unsigned bytes."""
+    if array.dtype != np.uint8:
+        raise ValueError(f"only unsigned bytes can be written, not {array.dtype}")
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes((0, 0, UBYTE, array.ndim)) + sizes + np.ascontiguousarray(array).tobytes()

@@ -20,6 +20,7 @@ class Schema:
     nominal_size: int
     value_range: tuple[float, float] = (0.0, 1.0)
     record_unit: str = "image"
+    note: str = ""  # what a reader must know about the data set, such as that it stands in for another
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -31,8 +32,9 @@ class Schema:
         return self.channels * self.height * self.width
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**asdict(self), "classes": list(self.classes), "value_range": list(self.value_range)}
+        """As JSON has it; without an empty note, as releases had it before there were notes."""
+        fields = {**asdict(self), "classes": list(self.classes), "value_range": list(self.value_range)}
+        return fields if self.note else {name: value for name, value in fields.items() if name != "note"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":

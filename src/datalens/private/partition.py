@@ -9,10 +9,58 @@ record" cost "one teacher's row". Shares therefore vary in size, and a share may
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from datalens.datasets.records import record_keys as record_keys
 from datalens.errors import DatalensError
+
+
+class Rule(Protocol):
+    """Gives a record its share, on a stream: nothing about records that come later may enter."""
+
+    @property
+    def teachers(self) -> int: ...
+
+    def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        """Positions in the stream [b] and what identifies each record → the share of each, int64 [b]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hashed:
+    """A share per record by keyed hash, whatever its position. Valid under add/remove only.
+
+    A *replaced* record has another hash, so it would leave one share and enter another: two rows would change.
+    """
+
+    teachers: int
+    salt: bytes
+
+    def __post_init__(self) -> None:
+        _check_teachers(self.teachers)
+
+    def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        key = hashlib.blake2b(self.salt, digest_size=32).digest()  # a salt of any length
+        return np.fromiter((_share(record, self.teachers, key) for record in keys), dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balanced:
+    """Equal shares by fixed position: record i goes to share i mod N. Valid under replace-one only.
+
+    Replacing a record keeps its position, so one share changes. Removing one would shift every later
+    record into another share: under add/remove this is not private at the stated price.
+    """
+
+    teachers: int
+
+    def __post_init__(self) -> None:
+        _check_teachers(self.teachers)
+
+    def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        return np.asarray(index, dtype=np.int64) % self.teachers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,33 +81,16 @@ class Partition:
 
 
 def hashed(records: Iterable[bytes], *, teachers: int, salt: bytes) -> Partition:
-    """A share per record by keyed hash. Valid under add/remove only.
-
-    A *replaced* record has another hash, so it would leave one share and enter another: two rows would change.
-    """
-    _check_teachers(teachers)
-    key = hashlib.blake2b(salt, digest_size=32).digest()  # a salt of any length
-    share = np.fromiter((_share(record, teachers, key) for record in records), dtype=np.int64)
+    """All records at once by `Hashed`."""
+    share = Hashed(teachers=teachers, salt=salt).shares(np.empty(0, dtype=np.int64), records)
     return Partition(share=share, teachers=teachers)
 
 
 def balanced(count: int, *, teachers: int) -> Partition:
-    """Equal shares by fixed position: record i goes to share i mod N. Valid under replace-one only.
-
-    Replacing a record keeps its position, so one share changes. Removing one would shift every later
-    record into another share: under add/remove this is not private at the stated price.
-    """
+    """All records at once by `Balanced`."""
     check_enough(count, teachers)
-    return Partition(share=np.arange(count, dtype=np.int64) % teachers, teachers=teachers)
-
-
-def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
-    """What identifies a record: its id where there is one, else its pixels. Never its position or label."""
-    if ids is not None:
-        if len(ids) != len(images):
-            raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give one id an image")
-        return (b"id:" + str(identity).encode() for identity in ids.tolist())
-    return (b"content:" + np.ascontiguousarray(image).tobytes() for image in images)
+    share = Balanced(teachers=teachers).shares(np.arange(count, dtype=np.int64), ())
+    return Partition(share=share, teachers=teachers)
 
 
 def _share(record: bytes, teachers: int, key: bytes) -> int:

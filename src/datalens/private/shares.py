@@ -1,37 +1,245 @@
-"""The records, laid out share after share, and the batches teachers draw from their own share."""
+"""The records, laid out share after share, and the batches teachers draw from their own share.
+
+Rows of features lie on the device where all of them fit, else in memory, else in a temporary file that has no name
+and is read through a memory map. Where they lie changes no value.
+"""
+
+import errno
+import hashlib
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from datalens import streams
-from datalens.private.partition import Partition
+from datalens.datasets.records import Block, Records
+from datalens.errors import DatalensError
+from datalens.private.partition import Partition, Rule
+from datalens.progress import bar
+
+SPILL_BYTES = 2 * 2**30  # of rows in memory, beyond which they go to a file
+DEVICE_PART = 4  # rows may take a quarter of a GPU's memory; teachers take half
+
+FINGERPRINT_MODULUS = 2**256
 
 
 class Shares:
-    """Features and labels of all records on one device, indexed by (teacher, position in its share)."""
+    """Features and labels of the records of some teachers, indexed by (teacher, position in its share).
 
-    def __init__(self, features: Tensor, labels: Tensor, partition: Partition) -> None:
-        device = features.device
-        order = torch.from_numpy(partition.order).to(device)
+    `numbers`: the teachers whose records are here, by their number among all. Everywhere else teachers are
+    given by that number too, so that a teacher draws the same batch on whatever machine it lives.
+    """
+
+    def __init__(
+        self,
+        features: "Tensor | Rows",
+        labels: Tensor,
+        partition: Partition,
+        *,
+        numbers: range | None = None,
+        seen: int | None = None,
+        fingerprint: int = 0,
+    ) -> None:
+        """One row of features and one label a record, in the order of `partition.share`."""
+        rows = features if isinstance(features, Rows) else Rows.of(features)
+        numbers = range(partition.teachers) if numbers is None else numbers
+        device, local = rows.device, partition.share - numbers.start
+        # Share after share, within a share in the order they came; rows stay where they are and an index finds them.
+        order = torch.from_numpy(np.argsort(local, kind="stable")).to(device)
         # Row 0 stands in for the record an empty share does not have, so that no index can
         # reach into a neighbour's share. What a teacher makes of it is masked before it votes.
-        self._features = torch.cat([torch.zeros_like(features[:1]), features[order]])
-        self._labels = torch.cat([torch.zeros_like(labels[:1]), labels[order]])
-        sizes = partition.sizes
+        self._rows = rows.close()
+        self._place = torch.cat([order.new_zeros(1), order + 1])
+        self._labels = torch.cat([labels.new_zeros(1), labels[order]])
+        sizes = np.bincount(local, minlength=len(numbers))
         self._sizes = torch.from_numpy(sizes).to(device)
         self._starts = torch.from_numpy(np.cumsum(sizes) - sizes + 1).to(device)
-        self.teachers = partition.teachers
+        self.numbers = numbers
         self.device = device
+        self.seen = len(labels) if seen is None else seen  # records in the stream, of all teachers; private
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def gather(
+        cls,
+        records: Records,
+        rule: Rule,
+        *,
+        numbers: range | None = None,
+        features: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> "Shares":
+        """Read the stream once and keep what the teachers in `numbers` (all by default) see.
+
+        `features` maps uint8 [b, h, w, c] on the device to rows; it must treat every record by itself.
+        """
+        numbers = range(rule.teachers) if numbers is None else numbers
+        _check_numbers(numbers, rule.teachers)
+        seen, labels, share = 0, [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        fingerprint = 0
+
+        def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+            nonlocal seen
+            seen += len(index)
+            answer = rule.shares(index, keys)
+            progress.advance(task, len(index))
+            return np.where((answer >= numbers.start) & (answer < numbers.stop), answer, -1)
+
+        schema = records.schema
+        # By public facts, like everything that is decided here: how many records there really are is private.
+        expected = schema.nominal_size * len(numbers) // rule.teachers + 1
+        pixels = torch.zeros(1, schema.height, schema.width, schema.channels, dtype=torch.uint8, device=device)
+        example = features(pixels)
+        rows = Rows(example.shape[1:], example.dtype, device, capacity=expected)
+        with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
+            for block in records.blocks(choose):
+                if len(block.index):
+                    rows.append(features(torch.from_numpy(block.images).to(device)))
+                    labels.append(block.labels)
+                    share.append(block.share)
+                    fingerprint = (fingerprint + block_fingerprint(block)) % FINGERPRINT_MODULUS
+        return cls(
+            rows,
+            torch.from_numpy(np.concatenate(labels)).to(device),
+            Partition(share=np.concatenate(share), teachers=rule.teachers),
+            numbers=numbers,
+            seen=seen,
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def teachers(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def count(self) -> int:
+        """Records kept. Private under add/remove."""
+        return len(self._labels) - 1
+
+    @property
+    def in_file(self) -> bool:
+        """Whether the rows went to a temporary file."""
+        return self._rows.in_file
 
     def occupied(self, teachers: Tensor) -> Tensor:
         """[chunk] bool: whether the teacher has any record at all."""
-        return self._sizes[teachers] > 0
+        return self._sizes[teachers - self.numbers.start] > 0
 
     def batch(self, teachers: Tensor, *, size: int, seed: int, step: int, draw: int) -> tuple[Tensor, Tensor]:
         """[chunk, size, …] features and [chunk, size] labels, drawn with replacement from each teacher's share."""
+        local = teachers - self.numbers.start
         draws = streams.uniform(seed, "batch", step, draw, teachers=teachers, count=size)
-        sizes = self._sizes[teachers].unsqueeze(1)
+        sizes = self._sizes[local].unsqueeze(1)
         position = torch.minimum((draws * sizes).to(torch.int64), (sizes - 1).clamp(min=0))
-        index = torch.where(sizes > 0, self._starts[teachers].unsqueeze(1) + position, 0)
-        return self._features[index], self._labels[index]
+        index = torch.where(sizes > 0, self._starts[local].unsqueeze(1) + position, 0)
+        return self._rows.take(self._place[index]), self._labels[index]
+
+
+def block_fingerprint(block: Block) -> int:
+    """The sum of the records' hashes, as a number: sums over blocks, or machines, add up to that of the whole set."""
+    total = 0
+    for index, label, image in zip(block.index, block.labels, block.images, strict=True):
+        digest = hashlib.sha256(np.array([index, label], dtype="<i8").tobytes())
+        digest.update(image.tobytes())
+        total += int.from_bytes(digest.digest(), "little")
+    return total % FINGERPRINT_MODULUS
+
+
+def _check_numbers(numbers: range, teachers: int) -> None:
+    if numbers.step != 1 or numbers.start < 0 or numbers.stop > teachers or not len(numbers):
+        raise ValueError(f"teachers {numbers} are not some of 0 … {teachers - 1}, one after the other")
+
+
+class Rows:
+    """Rows that are appended, then taken by number; row 0 is all zeros.
+
+    On the GPU where `capacity` rows, the expected number, fit there; else in memory until they pass SPILL_BYTES,
+    and from then on in an unlinked temporary file that only this process can read.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, capacity: int) -> None:
+        self.device = device
+        self._shape = shape
+        self._row_bytes = max(1, shape.numel() * dtype.itemsize)
+        fits = device.type == "cuda" and (capacity + 1) * self._row_bytes <= _device_room(device)
+        self._home = device if fits or device.type == "cpu" else torch.device("cpu")
+        self._limit = _device_room(device) if fits else SPILL_BYTES
+        self._file: IO[bytes] | None = None
+        self._written = 1
+        if (capacity + 1) * self._row_bytes > self._limit:
+            self._table = torch.zeros((1, *shape), dtype=dtype, device=self._home)
+            self._spill()
+        else:
+            self._table = torch.zeros((capacity + 1, *shape), dtype=dtype, device=self._home)
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "Rows":
+        table = cls(rows.shape[1:], rows.dtype, rows.device, capacity=len(rows))
+        table.append(rows)
+        return table
+
+    @property
+    def in_file(self) -> bool:
+        return self._file is not None
+
+    def append(self, rows: Tensor) -> None:
+        needed = self._written + len(rows)
+        if self._file is None and needed > len(self._table):
+            if needed * self._row_bytes > self._limit:
+                self._spill()
+            else:  # more records than expected
+                self._grow(min(needed * 5 // 4, max(needed, self._limit // self._row_bytes)))
+        if self._file is not None:
+            self._write(rows)
+        else:
+            self._table[self._written : needed] = rows.to(self._home)
+        self._written = needed
+
+    def close(self) -> "Rows":
+        """No more rows will come."""
+        if self._file is not None:
+            self._file.flush()
+            # Shared, not private: what lies in it is the file's, and the system may drop it from memory at any time.
+            mapped = mmap.mmap(self._file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
+            flat = torch.frombuffer(mapped, dtype=self._table.dtype)
+            self._table = flat.view(self._written, *self._shape)
+        return self
+
+    def take(self, index: Tensor) -> Tensor:
+        """Rows `index` [...] → [..., row] on the device."""
+        flat = index.reshape(-1).to(self._home)
+        rows = self._table.index_select(0, flat)  # on a CPU several times faster than self._table[index]
+        return rows.view(*index.shape, *self._shape).to(self.device)
+
+    def _grow(self, rows: int) -> None:
+        table = torch.zeros((rows, *self._shape), dtype=self._table.dtype, device=self._home)
+        table[: self._written] = self._table[: self._written]
+        self._table = table
+
+    def _spill(self) -> None:
+        rows, self._table = self._table[: self._written], self._table[:0].cpu()
+        self._home = torch.device("cpu")
+        self._file = tempfile.TemporaryFile(prefix="datalens-")  # noqa: SIM115 (mode 0600, and it has no name)
+        self._write(rows)
+
+    def _write(self, rows: Tensor) -> None:
+        assert self._file is not None
+        try:
+            for part in rows.split(1024):
+                self._file.write(part.cpu().numpy().tobytes())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise DatalensError(
+                f"no space left in {tempfile.gettempdir()} for what teachers see of the records: "
+                "free some, or set TMPDIR to a folder on a larger disk"
+            ) from None
+
+
+def _device_room(device: torch.device) -> int:
+    """By what the device has, never by what is free on it: that could depend on the records."""
+    return torch.cuda.get_device_properties(device).total_memory // DEVICE_PART

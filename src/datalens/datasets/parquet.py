@@ -1,0 +1,104 @@
+"""Records from parquet files by the Hugging Face convention: `image` = {bytes, path}, and columns for labels.
+
+Files are read batch by batch, and images stay encoded until they are wanted. `image.path` is the stable id of a
+record, so its share does not depend on how records are spread over files.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datalens.datasets.images import Encoded, ImageRecords
+from datalens.datasets.records import block_records
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+
+# Columns by their lower-case name → the label of each record; -1: not of this data set.
+Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
+
+READ_BYTES = 2**20  # read ahead; without a limit a whole row group would be read at once
+
+
+def parquet_records(
+    files: Sequence[Path], schema: Schema, *, columns: Sequence[str], label: Labelling, crop: int | None = None
+) -> ImageRecords:
+    """One split. `columns`, in lower case, are what `label` needs."""
+    found = [(file, _columns(file, columns)) for file in files]
+
+    def encoded() -> Iterator[Encoded]:
+        start = 0
+        for file, names in found:
+            for batch in _batches(file, ["image", *names.values()], block_records(schema)):
+                values = {name: _values(batch, real, file) for name, real in names.items()}
+                labels = label(values)
+                yield _encoded(batch, file, start, labels)
+                start += batch.num_rows
+
+    return ImageRecords(schema=schema, encoded=encoded, crop=crop)
+
+
+def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray) -> Encoded:
+    member = np.flatnonzero(labels >= 0)
+    image = batch.column("image")
+    data, paths = image.field("bytes"), image.field("path").to_pylist()
+    names = [f"{file}: image {paths[i] or f'in row {start + i} of the split'}" for i in member.tolist()]
+
+    def read(i: int) -> bytes:
+        content = data[int(member[i])].as_py()
+        if content is None:
+            raise DatalensError(f"{names[i]} has no bytes: the file must carry the images themselves")
+        return content
+
+    return Encoded(
+        index=start + member.astype(np.int64),
+        labels=labels[member].astype(np.int64),
+        ids=[paths[i] or None for i in member.tolist()],
+        names=names,
+        read=read,
+    )
+
+
+def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
+    """Lower-case names → the names in the file; also that `image` is what it should be."""
+    try:
+        with pq.ParquetFile(file) as opened:
+            schema = opened.schema_arrow
+    except FileNotFoundError:
+        raise DatalensError(f"{file} does not exist") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DatalensError(f"{file} is not a readable parquet file ({error})") from None
+    here = {name.lower(): name for name in schema.names}
+    missing = [name for name in ("image", *wanted) if name not in here]
+    if missing:
+        raise DatalensError(
+            f"{file} has no column {' and no column '.join(missing)}; its columns are {', '.join(schema.names)}"
+        )
+    kind = schema.field(here["image"]).type
+    fields = (
+        {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)} if pa.types.is_struct(kind) else {}
+    )
+    bytes_, path = fields.get("bytes"), fields.get("path")
+    if here["image"] != "image" or bytes_ not in (pa.binary(), pa.large_binary()) or path is None:
+        raise DatalensError(f"{file}: column image must be a struct of bytes and path, not {kind}")
+    return {name: here[name] for name in wanted}
+
+
+def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
+    try:
+        with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as opened:
+            yield from opened.iter_batches(batch_size=size, columns=columns, use_threads=False)
+    except MemoryError:  # also one of Arrow's
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise DatalensError(f"{file} cannot be read to its end ({error})") from None
+
+
+def _values(batch: Any, name: str, file: Path) -> np.ndarray:
+    column = batch.column(name)
+    if column.null_count:
+        raise DatalensError(f"{file}: column {name} has gaps: every record needs a value")
+    return column.to_numpy(zero_copy_only=False)

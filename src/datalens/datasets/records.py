@@ -1,0 +1,138 @@
+"""Records as a stream: what training reads, whether they lie in memory, in parquet files or in folders.
+
+A reader is asked for blocks and decodes only what is wanted, so that a data set larger than memory passes through,
+and a machine that holds some of the teachers decodes only what these see.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+
+# (positions in the stream [b], what identifies each record) → the share of each [b]; -1: not wanted.
+Choose = Callable[[np.ndarray, Iterable[bytes]], np.ndarray]
+
+BLOCK_RECORDS = 4096
+BLOCK_BYTES = 2 * 2**20  # of pixels: features of a block take many times that while they are computed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """Some consecutive records of the stream, those that were wanted, decoded."""
+
+    images: np.ndarray  # uint8 [b, h, w, c]
+    labels: np.ndarray  # int64 [b]
+    index: np.ndarray  # int64 [b]: position of each in the whole stream of that split
+    share: np.ndarray  # int64 [b]: what `choose` answered
+
+
+class Records(Protocol):
+    """One split of a data set as a stream; nothing is held whole."""
+
+    @property
+    def schema(self) -> Schema: ...
+
+    def blocks(self, choose: Choose) -> Iterator[Block]:
+        """All records in their order, block by block. `choose` is asked once about every record."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """Records in memory: images uint8 [n, h, w, c], labels int64 [n], and stable record ids where there are any."""
+
+    schema: Schema
+    images: np.ndarray
+    labels: np.ndarray
+    ids: np.ndarray | None = None
+
+    def blocks(self, choose: Choose) -> Iterator[Block]:
+        size = block_records(self.schema)
+        for start in range(0, len(self.images), size):
+            index = np.arange(start, min(start + size, len(self.images)), dtype=np.int64)
+            ids = None if self.ids is None else self.ids[index]
+            share = choose(index, record_keys(self.images[index], ids))
+            wanted = share >= 0
+            index = index[wanted]
+            yield Block(images=self.images[index], labels=self.labels[index], index=index, share=share[wanted])
+
+
+def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
+    """What identifies a record: its id where there is one, else its pixels. Never its position or label."""
+    if ids is not None:
+        if len(ids) != len(images):
+            raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give one id an image")
+        return (id_key(identity) for identity in ids.tolist())
+    return (content_key(image) for image in images)
+
+
+def id_key(identity: object) -> bytes:
+    return b"id:" + str(identity).encode()
+
+
+def content_key(image: np.ndarray) -> bytes:
+    return b"content:" + np.ascontiguousarray(image).tobytes()
+
+
+def block_records(schema: Schema) -> int:
+    """Records in a block, from public facts."""
+    return max(1, min(BLOCK_RECORDS, BLOCK_BYTES // schema.dimensions))
+
+
+def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Dataset:
+    """The records in memory: all of them, or `most` of them, drawn at random. For test sets and for small sets."""
+    if isinstance(records, Dataset) and (most is None or most >= len(records.images)):
+        return records
+    order = None if most is None else _draw(_count(records), most, seed)
+    blocks = list(records.blocks(_all if order is None else _those(order)))
+    schema = records.schema
+    shape = (0, schema.height, schema.width, schema.channels)
+    images = np.concatenate([block.images for block in blocks] or [np.zeros(shape, np.uint8)])
+    labels = np.concatenate([block.labels for block in blocks] or [np.zeros(0, np.int64)])
+    if not len(images):
+        raise DatalensError(f"there is no record of {schema.name} in what was given")
+    if order is None:
+        return Dataset(schema=schema, images=images, labels=labels)
+    as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
+    return Dataset(schema=schema, images=images[as_drawn], labels=labels[as_drawn])
+
+
+def _all(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+    return np.zeros(len(index), dtype=np.int64)
+
+
+def _those(which: np.ndarray) -> Choose:
+    """Records by their number among those asked about: positions may have gaps where a set leaves records out."""
+    asked = 0
+
+    def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        nonlocal asked
+        numbers = np.arange(asked, asked + len(index))
+        asked += len(index)
+        return np.where(np.isin(numbers, which), 0, -1)
+
+    return choose
+
+
+def _count(records: Records) -> int:
+    """How many records there are; none is decoded for it."""
+    asked = 0
+
+    def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        nonlocal asked
+        asked += len(index)
+        return np.full(len(index), -1, dtype=np.int64)
+
+    for _ in records.blocks(choose):
+        pass
+    return asked
+
+
+def _draw(count: int, most: int, seed: int) -> np.ndarray:
+    if most >= count:
+        return np.arange(count)
+    return np.random.default_rng(seed).choice(count, most, replace=False)

@@ -1,0 +1,98 @@
+"""Records as a stream: blocks of what is in memory, and drawing some into memory."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from datalens.datasets import records
+from datalens.datasets.records import Block, Choose, Dataset, Records, collect, record_keys
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+
+SCHEMA = Schema(name="s", height=2, width=3, channels=1, classes=("a", "b"), nominal_size=50)
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (50, 2, 3, 1), dtype=np.uint8)
+LABELS = RNG.integers(0, 2, 50)
+WHOLE = Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS)
+
+
+class Stream:
+    """The same records, every third left out (as by a set that takes some classes only), behind a stream."""
+
+    schema = SCHEMA
+    kept = np.flatnonzero(np.arange(50) % 3 > 0)
+
+    def blocks(self, choose: Choose) -> Iterable[Block]:
+        for index in np.array_split(self.kept, 7):
+            share = choose(index, record_keys(IMAGES[index], None))
+            index, share = index[share >= 0], share[share >= 0]
+            yield Block(images=IMAGES[index], labels=LABELS[index], index=index, share=share)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "BLOCK_RECORDS", 8)
+
+
+def by_parity(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+    return np.where(index % 2 == 0, index, -1)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_data_set_in_memory_is_a_stream_of_blocks() -> None:
+    stream: Records = WHOLE
+    blocks = list(stream.blocks(by_parity))
+    assert len(blocks) == 7
+    assert max(len(block.index) for block in blocks) == 4
+    index = np.concatenate([block.index for block in blocks])
+    np.testing.assert_array_equal(index, np.arange(0, 50, 2))
+    np.testing.assert_array_equal(np.concatenate([block.share for block in blocks]), index)
+    np.testing.assert_array_equal(np.concatenate([block.images for block in blocks]), IMAGES[index])
+    np.testing.assert_array_equal(np.concatenate([block.labels for block in blocks]), LABELS[index])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ids", [None, np.arange(100, 150)])
+def test_keys_are_those_of_the_whole(ids: np.ndarray | None) -> None:
+    seen: list[bytes] = []
+
+    def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        seen.extend(keys)
+        return np.full(len(index), -1)
+
+    assert sum(len(b.index) for b in Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS, ids=ids).blocks(choose)) == 0
+    assert seen == list(record_keys(IMAGES, ids))
+    assert seen[3] == (b"content:" + IMAGES[3].tobytes() if ids is None else b"id:103")
+
+
+def test_blocks_of_large_images_are_small() -> None:
+    wide = Schema(name="s", height=512, width=512, channels=3, classes=("a",), nominal_size=1)
+    assert records.block_records(SCHEMA) == records.BLOCK_RECORDS
+    assert records.block_records(wide) * wide.dimensions <= records.BLOCK_BYTES
+
+
+def test_collect_takes_all() -> None:
+    assert collect(WHOLE) is WHOLE
+    all_of_it = collect(Stream())
+    np.testing.assert_array_equal(all_of_it.images, IMAGES[Stream.kept])
+    np.testing.assert_array_equal(all_of_it.labels, LABELS[Stream.kept])
+
+
+def test_collect_draws_the_same_few_from_memory_and_from_a_stream() -> None:
+    kept = Dataset(schema=SCHEMA, images=IMAGES[Stream.kept], labels=LABELS[Stream.kept])
+    expected = np.random.default_rng(0).choice(len(Stream.kept), 10, replace=False)
+    for source in (kept, Stream()):
+        some = collect(source, most=10)
+        np.testing.assert_array_equal(some.images, kept.images[expected])
+        np.testing.assert_array_equal(some.labels, kept.labels[expected])
+    np.testing.assert_array_equal(collect(Stream(), most=1000).images, kept.images)
+
+
+def test_nothing_to_collect_is_an_error() -> None:
+    class Nothing(Stream):
+        kept = np.arange(0)
+
+    for most in (None, 5):
+        with pytest.raises(DatalensError, match="no record of s"):
+            collect(Nothing(), most=most)
