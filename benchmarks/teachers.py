@@ -1,25 +1,32 @@
-"""Seconds per iteration (two teacher steps and the vote of all teachers) by network. Prints one JSON line each.
+"""Seconds per iteration (two teacher steps, then the compressed and summed vote of all teachers), by network.
 
-python benchmarks/teachers.py [--teachers 4000] [--networks spectral compact paper] [--repeats 5]
+python -m benchmarks.teachers [--teachers 500 1000 … 16000] [--networks spectral compact paper] [--loop 20]
+
+Prints JSON lines: first what the machine can do at best, then a line per network and number of teachers. Each stands
+beside `--loop` of the same teachers trained one by one as plain PyTorch modules in the same run, and beside the floor:
+the bytes that must move and the products that must be computed, at the measured ceilings.
 """
 
 import argparse
 import json
-import time
+import resource
 
 import numpy as np
 import torch
 
+from benchmarks.machine import ceilings, describe, seconds
+from benchmarks.one_by_one import OneTeacher
 from datalens.basis import make_basis
-from datalens.bounded.contributions import sum_bounded
+from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
-from datalens.private.networks import Network, Spectral, compact_network, paper_network
+from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Partition
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.released.student import Fakes
 
-SHAPE, CLASSES, BATCH, RECORDS_EACH = (1, 28, 28), 10, 15, 15
+SHAPE, CLASSES, BATCH, RECORDS_EACH, STEPS = (1, 28, 28), 10, 15, 15, 2
+LEARNING = {"batch": BATCH, "seed": 0}
 
 
 def make_network(name: str) -> Network:
@@ -29,51 +36,166 @@ def make_network(name: str) -> Network:
     return compact_network(pixels, CLASSES) if name == "compact" else paper_network(pixels, CLASSES)
 
 
-def measure(name: str, teachers: int, repeats: int, device: torch.device) -> dict[str, object]:
-    network = make_network(name)
+def make_shares(network: Network, teachers: int, device: torch.device) -> Shares:
     random = torch.Generator().manual_seed(0)
-    images = torch.rand(teachers * RECORDS_EACH, *SHAPE, generator=random).to(device)
-    labels = torch.randint(CLASSES, (len(images),), generator=random).to(device)
-    partition = Partition(share=np.arange(len(images)) % teachers, teachers=teachers)
-    shares = Shares(network.features(images), labels, partition)
-    ensemble = Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.0, seed=0)
-    fakes = Fakes(
-        images=torch.rand(BATCH, *SHAPE, generator=random).to(device), labels=labels[:BATCH].contiguous(), step=0
-    )
+    count = teachers * RECORDS_EACH
+    images = torch.randint(256, (count, *SHAPE[1:], SHAPE[0]), generator=random, dtype=torch.uint8)
+    rows = torch.cat([network.record_features(part.to(device)) for part in images.split(10_000)])
+    labels = torch.randint(CLASSES, (count,), generator=random).to(device)
+    return Shares(rows, labels, Partition(share=np.arange(count) % teachers, teachers=teachers))
+
+
+def make_fakes(device: torch.device) -> Fakes:
+    random = torch.Generator().manual_seed(1)
+    images = torch.rand(BATCH, *SHAPE, generator=random)
+    labels = torch.randint(CLASSES, (BATCH,), generator=random)
+    return Fakes(images=images.to(device), labels=labels.to(device), step=0)
+
+
+def floor(network: Network, teachers: int, limits: dict[str, float]) -> tuple[float, float, float]:
+    """Bytes, operations, and the seconds they take at the ceilings, of one iteration.
+
+    Bytes: a step reads and writes weights and moments and reads the weights twice more (forward, backward); every
+    activation is written and read once, and so is its gradient. Caches, and kernels that fuse all of it, could do
+    with less.
+    """
+    weights = sum(value[0].numel() for value in network.parameters(torch.tensor([0]), 0).values())
+    if isinstance(network, Spectral):
+        d, hidden = network.basis.size, network.hidden
+        activations, forward, first = d + 2 * hidden, 2 * d * (hidden + 1), 0
+    else:
+        assert isinstance(network, Convolutional)
+        inputs, height, width = network.shape
+        activations, forward, first = inputs * height * width, 0, 0
+        for layer, outputs in enumerate(network.channels):
+            height, width = (height + 1) // 2, (width + 1) // 2
+            operations = 2 * 25 * inputs * outputs * height * width
+            first = operations if layer == 0 else first
+            forward += operations
+            activations += outputs * height * width * (1 if layer == 0 else 2)
+            inputs = outputs
+        forward += 2 * inputs * height * width * network.hidden
+        activations += 2 * network.hidden
+    fit = {"bytes": weights * 4 * (6 + 2) + 2 * BATCH * activations * 16, "flops": 2 * BATCH * (3 * forward - first)}
+    vote = {"bytes": weights * 4 * 2 + BATCH * activations * 16, "flops": BATCH * 2 * forward}
+    moved = teachers * (STEPS * fit["bytes"] + vote["bytes"])
+    computed = teachers * (STEPS * fit["flops"] + vote["flops"])
+    fastest = limits.get("tf32_flops", limits["float32_flops"])
+    return moved, computed, max(moved / limits["copy_bytes"], computed / fastest)
+
+
+def measure(
+    name: str, teachers: int, loop: int, device: torch.device, limits: dict[str, float], room: int | None = None
+) -> dict[str, object]:
+    network, fakes = make_network(name), make_fakes(device)
+    shares = make_shares(network, teachers, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     compress = TopKSign(k=32 if name == "spectral" else 200, clip=1e-5, quantise=True, seed=0)
-
-    def wait() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    fit, vote = [], []
-    for step in range(repeats + 2):
-        begin = wait()
-        ensemble.fit_step(fakes, step=step, repeats=2)
-        middle = wait()
-        sum_bounded(map(compress, ensemble.image_gradients(fakes, step=step)))
-        end = wait()
-        if step >= 2:  # the first two warm up
-            fit.append(middle - begin)
-            vote.append(end - middle)
-    return {
+    ensemble = Teachers(network, shares, learning_rate=1e-3, weight_decay=0.0, room=room, **LEARNING)
+    fit = seconds(lambda: ensemble.fit_step(fakes, step=0, repeats=STEPS), device)
+    vote = seconds(lambda: sum_bounded(map(compress, ensemble.image_gradients(fakes, step=0))), device)
+    moved, computed, least = floor(network, teachers, limits)
+    line: dict[str, object] = {
         "network": name,
         "teachers": teachers,
-        "device": str(device),
-        "fit_seconds": round(float(np.mean(fit)), 4),
-        "vote_seconds": round(float(np.mean(vote)), 4),
-        "chunks": len(ensemble.chunk_sizes),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "fit_seconds": round(fit, 5),
+        "vote_seconds": round(vote, 5),
+        "iteration_seconds": round(fit + vote, 5),
+        "chunk": ensemble.chunk,
+        "in_host_memory": teachers - ensemble.resident,
+        "peak_gib": round(peak_gib(device), 2),
+        "floor_gigabytes": round(moved / 1e9, 2),
+        "floor_gigaflops": round(computed / 1e9, 1),
+        "floor_seconds": round(least, 5),
+        "fraction_of_ceiling": round(least / (fit + vote), 3),
     }
+    if loop:
+        each = one_by_one(network, shares, fakes, compress, loop, device)
+        line |= {"one_by_one_seconds": round(each * teachers, 3), "speedup": round(each * teachers / (fit + vote), 1)}
+    return line
+
+
+def one_by_one(
+    network: Network, shares: Shares, fakes: Fakes, compress: TopKSign, count: int, device: torch.device
+) -> float:
+    """Seconds of an iteration per teacher, over `count` teachers."""
+    several = [OneTeacher(network, i, shares, rate=1e-3, decay=0.0, **LEARNING) for i in range(count)]
+    fake = network.features(fakes.images)
+
+    def iteration() -> None:
+        total: torch.Tensor | float = 0.0
+        for teacher in several:
+            for draw in range(STEPS):
+                teacher.fit(fake, fakes.labels, step=0, draw=draw)
+            gradient = teacher.image_gradient(fake, fakes.labels)
+            votes = compress(Gradients(teachers=teacher.number, values=gradient.unsqueeze(0), step=0))
+            total = total + votes.rows[0].to(torch.int32)
+
+    return seconds(iteration, device, repeats=3, warm=1) / count
+
+
+def peak_gib(device: torch.device) -> float:
+    """Of GPU memory, or of this process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def line_through(lines: list[dict[str, object]]) -> dict[str, object]:
+    """Whether time is linear in the number of teachers: slope, and R² of a straight line."""
+    teachers = np.array([line["teachers"] for line in lines], dtype=float)
+    times = np.array([line["iteration_seconds"] for line in lines], dtype=float)
+    slope, start = np.polyfit(teachers, times, 1)
+    left = times - slope * teachers - start
+    r2 = 1 - (left**2).sum() / ((times - times.mean()) ** 2).sum()
+    return {"network": lines[0]["network"], "seconds_per_1000_teachers": round(1000 * slope, 5), "r2": round(r2, 5)}
+
+
+def plot(lines: list[dict[str, object]], title: str, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    styles = {"iteration_seconds": "o-", "floor_seconds": ":", "one_by_one_seconds": "x--"}
+    for number, name in enumerate(dict.fromkeys(line["network"] for line in lines)):
+        mine = [line for line in lines if line["network"] == name]
+        for figures, style in styles.items():
+            shown = [(line["teachers"], line[figures]) for line in mine if figures in line]
+            label = str(name) if figures == "iteration_seconds" else None
+            axes.plot(*zip(*shown, strict=True), style, color=f"C{number}", label=label)
+    axes.plot([], [], "x--", color="grey", label="the same, one by one")
+    axes.plot([], [], ":", color="grey", label="floor at the measured ceilings")
+    axes.set(xscale="log", yscale="log", xlabel="teachers", ylabel="seconds an iteration", title=title)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--teachers", type=int, default=4000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teachers", type=int, nargs="+", default=[4000])
     parser.add_argument("--networks", nargs="+", default=["spectral", "compact", "paper"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--loop", type=int, default=20, help="teachers to train one by one; 0: none")
+    parser.add_argument("--plot", help="a picture of time against the number of teachers")
+    parser.add_argument(
+        "--room", type=float, help="GiB of the GPU to use; the rest of the teachers lies in host memory"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(arguments.device)
+    best = ceilings(chosen)
+    print(json.dumps({"machine": describe(chosen), "ceilings": best}), flush=True)
+    found = []
+    room = int(arguments.room * 2**30) if arguments.room else None
     for network_name in arguments.networks:
-        print(json.dumps(measure(network_name, arguments.teachers, arguments.repeats, chosen)), flush=True)
+        sweep = []
+        for number in arguments.teachers:
+            sweep.append(measure(network_name, number, arguments.loop, chosen, best, room))
+            print(json.dumps(sweep[-1]), flush=True)
+        if len(sweep) > 2:
+            print(json.dumps(line_through(sweep)), flush=True)
+        found += sweep
+    if arguments.plot:
+        plot(found, f"Two teacher steps and a vote, {describe(chosen)['device']}", arguments.plot)

@@ -1,7 +1,7 @@
 """The bound is enforced row by row, whatever comes in: one property check, run on ours and on broken twins."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from datalens.bounded.contributions import BoundedSum, Contributions, enforce, sum_bounded
+from datalens.bounded.contributions import (
+    BoundedSum,
+    Contributions,
+    _for_the_wire,
+    enforce,
+    sum_bounded,
+    sum_over_ranks,
+)
 
 Enforce = Callable[[Tensor, float], Tensor]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -275,3 +282,131 @@ def test_a_chunk_without_units_adds_nothing(kind: torch.dtype) -> None:
 def test_the_private_total_is_not_in_the_repr() -> None:
     rows = torch.full((1, 1, 1), 3, dtype=torch.int8)
     assert "private_total=tensor" not in repr(sum_bounded([chunk(rows)]))
+
+
+# --- units that have numbers ----------------------------------------------------------------------------------------
+
+
+def numbered(rows: Tensor, units: Sequence[int], **changes: Any) -> Contributions:
+    return chunk(rows, units=torch.tensor(units), **changes)
+
+
+def test_each_unit_is_in_the_sum_once() -> None:
+    rows = torch.ones(2, 1, 3, dtype=torch.int8)
+    total = sum_bounded([numbered(rows, [4, 2]), numbered(rows, [3, 0])])
+    assert total.units is not None
+    assert total.units.tolist() == [0, 2, 3, 4]
+    assert total.private_total.tolist() == [[4, 4, 4]]
+
+
+@pytest.mark.parametrize("chunks", [[[0, 1], [1, 2]], [[0, 0]], [[0, 1], [2, 3], [0, 4]]])
+def test_a_unit_in_twice_is_an_error(chunks: list[list[int]]) -> None:
+    """Were it not, replacing one record could move the sum by twice the diameter."""
+    rows = torch.ones(2, 1, 3, dtype=torch.int8)
+    with pytest.raises(ValueError, match="twice"):
+        sum_bounded([numbered(rows, units) for units in chunks])
+
+
+def test_a_unit_in_twice_moves_the_sum_too_far() -> None:
+    """The twin: as many rows as before, but one unit's in two chunks, and no numbers by which to notice."""
+    up, down = torch.full((1, 1, 4), 2.0), torch.full((1, 1, 4), -2.0)
+    totals = [sum_bounded([chunk(row), chunk(row)]).private_total for row in (up, down)]
+    assert float((totals[0] - totals[1]).norm()) > 8.0
+    with pytest.raises(ValueError, match="twice"):
+        sum_bounded([numbered(up, [7]), numbered(up, [7])])
+
+
+def test_rows_and_units_come_in_pairs() -> None:
+    rows = torch.ones(2, 1, 3, dtype=torch.int8)
+    with pytest.raises(ValueError, match="each row has one"):
+        sum_bounded([numbered(rows, [1, 2, 3])])
+    with pytest.raises(ValueError, match="agree"):
+        sum_bounded([numbered(rows, [0, 1]), chunk(rows)])
+
+
+# --- sums over ranks ------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One of several, of which the others' parts are known beforehand."""
+
+    def __init__(self, parts: Sequence[BoundedSum], rank: int) -> None:
+        self.parts, self.rank, self.added = parts, rank, 0
+
+    def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]:
+        assert len(data) == width
+        sent = [_for_the_wire(part) for part in self.parts]
+        assert sent[self.rank] == data
+        return sent
+
+    def add(self, tensor: Tensor) -> Tensor | None:
+        self.added += 1
+        return (
+            torch.stack([part.private_total for part in self.parts]).sum(0).to(tensor.dtype) if not self.rank else None
+        )
+
+
+def part(first: int, end: int, *, kind: torch.dtype = torch.int8, **changes: Any) -> BoundedSum:
+    rows = torch.ones(end - first, 1, changes.pop("d", 3), dtype=kind)
+    return sum_bounded([numbered(rows, range(first, end), **changes)])
+
+
+def added(*parts: BoundedSum, units: int) -> BoundedSum:
+    """On rank 0; the others get nothing, and all of them check the same."""
+    for rank in range(1, len(parts)):
+        assert sum_over_ranks(parts[rank], Rank(parts, rank), units=units) is None
+    total = sum_over_ranks(parts[0], Rank(parts, 0), units=units)
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
+def test_ranks_add_up_on_rank_0(kind: torch.dtype) -> None:
+    total = added(part(2, 5, kind=kind), part(0, 2, kind=kind), part(5, 6, kind=kind), units=6)
+    assert total.private_total.tolist() == [[6, 6, 6]]
+    assert (total.l2_bound, total.diameter, total.row_unit, total.queries) == (4.0, 8.0, "teacher", 1)
+    assert total.units is not None
+    assert total.units.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+SPREADS: dict[str, tuple[list[BoundedSum], str]] = {
+    "a unit on two ranks": ([part(0, 3), part(2, 6)], "teacher 2 is in the sum twice"),
+    "a rank within another": ([part(0, 6), part(2, 3)], "teacher 2 is in the sum twice"),
+    "the same on both": ([part(0, 6), part(0, 6)], "teacher 0 is in the sum twice"),
+    "a unit on none": ([part(0, 3), part(4, 6)], "teacher 3 is in no rank's sum"),
+    "not the first": ([part(1, 3), part(3, 6)], "teacher 0 is in no rank's sum"),
+    "not the last": ([part(0, 3), part(3, 5)], "hold 5 units, not 6"),
+    "one too many": ([part(0, 3), part(3, 7)], "hold 7 units, not 6"),
+    "bounds": ([part(0, 3), part(3, 6, l2_bound=5.0)], "agree"),
+    "diameters": ([part(0, 3), part(3, 6, diameter=7.0)], "agree"),
+    "kinds of unit": ([part(0, 3), part(3, 6, row_unit="record")], "agree"),
+    "shapes": ([part(0, 3), part(3, 6, d=4)], "agree"),
+    "kinds of number": ([part(0, 3), part(3, 6, kind=torch.float32)], "agree"),
+}
+
+
+@pytest.mark.parametrize(("parts", "words"), SPREADS.values(), ids=SPREADS)
+def test_ranks_that_do_not_fit_together(parts: list[BoundedSum], words: str) -> None:
+    """Every rank refuses, and before anything is added."""
+    for number, mine in enumerate(parts):
+        rank = Rank(parts, number)
+        with pytest.raises(ValueError, match=words):
+            sum_over_ranks(mine, rank, units=6)
+        assert rank.added == 0
+
+
+def test_a_sum_over_ranks_that_could_overflow_is_refused() -> None:
+    bound = float(2**29)
+    parts = [part(0, 3, l2_bound=bound), part(3, 6, l2_bound=bound)]  # 3 · 2^29 fits on each
+    with pytest.raises(OverflowError):
+        added(*parts, units=6)
+    reals = [part(0, 3, l2_bound=bound, kind=torch.float32), part(3, 6, l2_bound=bound, kind=torch.float32)]
+    assert added(*reals, units=6).private_total.tolist() == [[6.0, 6.0, 6.0]]
+
+
+@pytest.mark.parametrize("units", [None, [0, 2]])
+def test_units_of_a_rank_must_be_consecutive(units: list[int] | None) -> None:
+    rows = torch.ones(2, 1, 3, dtype=torch.int8)
+    mine = sum_bounded([chunk(rows) if units is None else numbered(rows, units)])
+    with pytest.raises(ValueError, match="consecutive"):
+        sum_over_ranks(mine, Rank([mine], 0), units=2)

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.one_by_one import OneTeacher
 from datalens.basis import make_basis
-from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
+from datalens.errors import DatalensError
+from datalens.private.networks import Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Partition, hashed, record_keys
 from datalens.private.shares import Shares
-from datalens.private.teachers import Teachers, chunk_that_fits, matching_weights
+from datalens.private.teachers import Teachers, matching_weights, plan_memory
 
 SHAPE, CLASSES, TEACHERS, BATCH = (1, 12, 12), 3, 6, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,10 +40,18 @@ class InDouble:
     def parameters(self, teachers: Tensor, seed: int) -> dict[str, Tensor]:
         return {name: value.double() for name, value in self.network.parameters(teachers, seed).items()}
 
-    def logits(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor) -> Tensor:
-        return self.network.logits(parameters, features, labels)
+    outer = ()
 
-    def bytes_per_teacher(self, batch: int) -> int:
+    def logits(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor, *rest: object) -> Tensor:
+        return self.network.logits(parameters, features, labels, *rest)
+
+    def record_features(self, records: Tensor) -> Tensor:
+        return self.network.record_features(records)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return self.network.from_rows(rows).double()
+
+    def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
         return self.network.bytes_per_teacher(batch)
 
 
@@ -76,8 +85,8 @@ def teachers_on(
     chunk: int | None = None,
     device: str = "cpu",
 ) -> Teachers:
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32).to(device) / 255
-    shares = Shares(network.features(pixels), torch.from_numpy(labels).to(device), partition)
+    rows = network.record_features(torch.from_numpy(images).to(device))
+    shares = Shares(rows, torch.from_numpy(labels).to(device), partition)
     return Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7, chunk=chunk)
 
 
@@ -96,93 +105,23 @@ def train_and_vote(teachers: Teachers, steps: int = 3, device: str = "cpu") -> T
     return torch.cat([g.values for g in teachers.image_gradients(fakes(steps, device), step=steps)]).cpu()
 
 
-class LoopSpectral(nn.Module):
-    def __init__(self, network: Spectral, start: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.start = nn.ParameterDict(start)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        p = self.start
-        hidden = F.leaky_relu(x @ p["w1"] + p["b1"][labels], 0.2)
-        return hidden @ p["w2"] + (x * p["skip"][labels]).sum(1) + p["b2"][labels]
-
-
-class LoopConvolutional(nn.Module):
-    """One discriminator written with torch's own layers, the label concatenated as one-hot planes as in DC-GAN."""
-
-    def __init__(self, network: Convolutional, start: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.network = network
-        planes = CLASSES if network.label_planes else 0
-        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
-        inputs = network.shape[0]
-        with torch.no_grad():
-            for layer, outputs in enumerate(network.channels):
-                conv = nn.Conv2d(inputs + planes, outputs, 5, stride=2, padding=2)
-                weight = start[f"conv{layer}.weight"].view(inputs, 5, 5, outputs).permute(3, 0, 1, 2)
-                if planes:
-                    label = start[f"conv{layer}.label"].view(CLASSES, 5, 5, outputs).permute(3, 0, 1, 2)
-                    weight = torch.cat([weight, label], dim=1)
-                conv.weight.copy_(weight)
-                conv.bias.copy_(start[f"conv{layer}.bias"])
-                self.convs.append(conv)
-                self.norms.append(nn.BatchNorm2d(outputs, track_running_stats=False) if layer else nn.Identity())
-                inputs = outputs
-            dense = torch.cat([start["dense.weight"], start["dense.label"]])  # [features + classes, hidden]
-            self.dense = nn.Linear(*dense.shape)
-            self.dense.weight.copy_(dense.T)
-            self.dense.bias.copy_(start["dense.bias"])
-            self.norm = nn.Identity()
-            if network.dense_norm:
-                self.norm = nn.BatchNorm1d(dense.shape[1], track_running_stats=False)
-            out = torch.cat([start["out.weight"], start["out.label"]])
-            self.out = nn.Linear(len(out), 1)
-            self.out.weight.copy_(out.unsqueeze(0))
-            self.out.bias.copy_(start["out.bias"])
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        one_hot = F.one_hot(labels, CLASSES).to(x.dtype)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            if self.network.label_planes:
-                x = torch.cat([x, one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])], dim=1)
-            x = F.leaky_relu(norm(conv(x)), 0.2)
-        x = x.permute(0, 2, 3, 1).flatten(1)  # our dense layer sees positions before channels
-        x = F.leaky_relu(self.norm(self.dense(torch.cat([x, one_hot], dim=1))), 0.2)
-        return self.out(torch.cat([x, one_hot], dim=1)).squeeze(1)
-
-
-def loop_train_and_vote(network: InDouble, images: np.ndarray, labels: np.ndarray, steps: int = 3) -> Tensor:
+def loop_train_and_vote(
+    network: InDouble, images: np.ndarray, labels: np.ndarray, steps: int = 3, device: str = "cpu"
+) -> Tensor:
     """The oracle: one module and one Adam per teacher, one after the other."""
     partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32) / 255
-    shares = Shares(network.features(pixels), torch.from_numpy(labels), partition)
-    rows = []
-    for teacher in range(TEACHERS):
-        number = torch.tensor([teacher])
-        start = {name: value[0].clone() for name, value in network.parameters(number, seed=7).items()}
-        inner = network.network
-        loop = LoopSpectral if isinstance(inner, Spectral) else LoopConvolutional
-        module = loop(inner, start).double()
-        adam = torch.optim.Adam(module.parameters(), lr=1e-3, betas=(0.5, 0.999), weight_decay=0.01)
+    rows = network.record_features(torch.from_numpy(images).to(device))
+    shares = Shares(rows, torch.from_numpy(labels).to(device), partition)
+    found = []
+    for number in range(TEACHERS):
+        teacher = OneTeacher(network, number, shares, batch=BATCH, rate=1e-3, decay=0.01, seed=7, kind=network.network)
         for step in range(steps):
-            batch = fakes(step)
+            batch = fakes(step, device)
             for draw in range(2):
-                real, real_labels = shares.batch(number, size=BATCH, seed=7, step=step, draw=draw)
-                real_losses = -F.logsigmoid(module(real[0], real_labels[0]))
-                fake_losses = -F.logsigmoid(-module(network.features(batch.images), batch.labels))
-                loss = 0.0 * (real_losses.sum() + fake_losses.sum())
-                for c in range(CLASSES):  # each class weighs what the teacher's own records say
-                    mine, theirs = real_labels[0] == c, batch.labels == c
-                    if mine.any() and theirs.any():
-                        loss = loss + (real_losses[mine].sum() + fake_losses[theirs].mean() * mine.sum()) / BATCH
-                adam.zero_grad()
-                loss.backward()
-                adam.step()
-        batch = fakes(steps)
-        inputs = network.features(batch.images).requires_grad_()
-        gradient = torch.autograd.grad(F.logsigmoid(module(inputs, batch.labels)).sum(), inputs)[0]
-        rows.append(network.to_basis(gradient.unsqueeze(0))[0])
-    return torch.stack(rows)
+                teacher.fit(network.features(batch.images), batch.labels, step=step, draw=draw)
+        batch = fakes(steps, device)
+        found.append(teacher.image_gradient(network.features(batch.images), batch.labels).cpu())
+    return torch.stack(found)
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
@@ -195,12 +134,26 @@ def test_ensemble_equals_a_loop_over_modules(family: str, device: str) -> None:
     network = InDouble(networks()[family])
     images, labels = records()
     ours = train_and_vote(make_teachers(network, images, labels, device=device), device=device)
-    oracle = loop_train_and_vote(network, images, labels)
+    oracle = loop_train_and_vote(network, images, labels, device=device)
     assert relative_gap(ours, oracle) < 1e-3
     # The check has teeth: teachers that saw other records, or one step fewer, are told apart.
     assert relative_gap(ours.roll(1, dims=0), oracle) > 0.1
     fewer = train_and_vote(make_teachers(network, images, labels, device=device), steps=2, device=device)
     assert relative_gap(fewer, oracle) > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+def test_on_a_gpu_neither_chunks_nor_host_memory_nor_a_second_run_change_a_bit(family: str) -> None:
+    network, (images, labels) = networks()[family], records()
+    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    whole = train_and_vote(teachers_on(network, partition, images, labels, device="cuda"), device="cuda")
+    state, work = network.bytes_per_teacher(BATCH)
+    for limits in ({}, {"chunk": 4}, {"chunk": 4, "room": 4 * (state + work) + 4 * state}):
+        shares = teachers_on(network, partition, images, labels, device="cuda")._shares
+        again = Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7, **limits)
+        assert torch.equal(train_and_vote(again, device="cuda"), whole), limits
+        assert len(again._banks) == (2 if "room" in limits else 1)
 
 
 @pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
@@ -250,6 +203,7 @@ def test_a_nan_record_spoils_its_own_teacher_only(family: str) -> None:
     spoiled[partition.share == 2] = float("nan")
 
     def rows(features: Tensor) -> Tensor:
+        # Rows of floats, where a NaN can be planted; a convolutional network takes them for bytes.
         shares = Shares(network.features(features), torch.from_numpy(labels), partition)
         return train_and_vote(Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7))
 
@@ -316,13 +270,63 @@ def test_compact_network_stays_small_on_large_images() -> None:
         assert count < 40_000, shape
 
 
-def test_chunks_keep_4000_compact_teachers_inside_8_gib() -> None:
+def test_memory_is_planned_from_public_facts() -> None:
+    cpu, gpu, gib = torch.device("cpu"), torch.device("cuda"), 2**30
     network = compact_network(make_basis("pixel", (1, 28, 28), None), 10)
-    per_teacher = network.bytes_per_teacher(15)
-    chunk = chunk_that_fits(per_teacher, torch.device("cpu"))
-    assert chunk * per_teacher <= 2**30
-    weights = sum(p[0].numel() for p in network.parameters(torch.tensor([0]), 0).values())
-    assert 4000 * weights * 4 * 4 + 2**30 < 8 * 2**30
+    state, work = network.bytes_per_teacher(15)
+    plan = plan_memory(4000, state, work, cpu)
+    assert plan.chunk * work <= gib < (plan.chunk + 16) * work
+    assert 4000 * state + gib < 8 * gib
+    # The paper's discriminator on a GPU of 100 GiB: 4000 lie on it, of 16,000 (99 GiB) some lie in host memory.
+    state, work = paper_network(make_basis("pixel", (1, 28, 28), None), 10).bytes_per_teacher(15)
+    assert plan_memory(4000, state, work, gpu, room=100 * gib).resident == 4000
+    plan = plan_memory(16_000, state, work, gpu, room=100 * gib)
+    assert 8_000 < plan.resident < 16_000
+    assert plan.resident % plan.chunk == 0
+    assert plan.resident * state + plan.chunk * (state + work) <= 100 * gib
+    assert plan_memory(16_000, state, work, gpu, room=100 * gib, chunk=7).chunk == 7
+    assert plan_memory(10, state, work, gpu, room=1).chunk == 1  # never nothing
+    assert plan_memory(4000, state, work, gpu, room=30 * gib).chunk % 16 == 0
+
+
+class Scarce(InDouble):
+    """A network on a device where no more than `fits` teachers have room."""
+
+    fits = 2
+
+    def logits(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor, *rest: object) -> Tensor:
+        if len(labels) > self.fits:
+            raise torch.OutOfMemoryError("no room")
+        return super().logits(parameters, features, labels, *rest)
+
+
+def test_a_chunk_that_does_not_fit_is_halved_and_nothing_changes() -> None:
+    images, labels = records()
+    plenty = train_and_vote(make_teachers(InDouble(networks()["spectral"]), images, labels))
+    scarce = make_teachers(Scarce(networks()["spectral"]), images, labels)
+    assert torch.equal(train_and_vote(scarce), plenty)
+    assert scarce.chunk <= Scarce.fits < TEACHERS
+
+
+def test_a_chunk_that_was_asked_for_and_does_not_fit_names_one_that_does() -> None:
+    images, labels = records()
+    teachers = make_teachers(Scarce(networks()["spectral"]), images, labels, chunk=4)
+    with pytest.raises(DatalensError, match=r"4 teachers at a time: --chunk 2 should fit; or leave --chunk out"):
+        train_and_vote(teachers)
+
+
+def test_running_out_after_a_step_was_made_is_an_error_and_not_a_step_made_twice() -> None:
+    images, labels = records()
+
+    class LaterScarce(Scarce):
+        calls = 0
+
+        def logits(self, *arguments: object) -> Tensor:
+            type(self).calls += 1
+            return InDouble.logits(self, *arguments) if type(self).calls == 1 else super().logits(*arguments)
+
+    with pytest.raises(DatalensError, match="out of GPU memory"):
+        train_and_vote(make_teachers(LaterScarce(networks()["spectral"]), images, labels))
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
@@ -393,5 +397,5 @@ def test_a_records_features_depend_on_nothing_else() -> None:
     assert not torch.equal(flat.float() @ rows.T, flat.float()[:, shuffled] @ rows[:, shuffled].T)
     # And they are the features that fakes get, up to rounding.
     assert torch.allclose(together, network.features(images.permute(0, 3, 1, 2) / 255), atol=1e-5)
-    pixels = compact_network(make_basis("pixel", (1, 28, 28), None), 10).record_features(images)
-    assert torch.equal(pixels, images.permute(0, 3, 1, 2) / 255)
+    compact = compact_network(make_basis("pixel", (1, 28, 28), None), 10)
+    assert torch.equal(compact.from_rows(compact.record_features(images)), images.permute(0, 3, 1, 2) / 255)

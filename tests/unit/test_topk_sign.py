@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datalens.bounded.contributions import Contributions, Gradients, sum_bounded
-from datalens.bounded.topk_sign import TopKSign, top_k_mask
+from datalens.bounded.topk_sign import TopKSign, _by_partition, _by_topk, top_k_mask
 from datalens.errors import DatalensError
 
 
@@ -297,3 +297,11 @@ def test_the_stored_diameter_is_the_largest_distance_of_two_rows(d: int, k: int,
     assert float(rows.norm(dim=1).max()) <= stored.l2_bound * (1 + 1e-12)
     # Broken twin: the norm of one row is not how far two rows can be apart.
     assert farthest > stored.l2_bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 5, 19])
+def test_both_ways_to_the_kth_largest_agree(k: int) -> None:
+    magnitudes = torch.randint(0, 9, (50, 3, 20), generator=torch.Generator().manual_seed(k)).to(torch.float32)
+    for ours, theirs in zip(_by_partition(magnitudes, k), _by_topk(magnitudes, k), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(_by_partition(magnitudes, k)[0].squeeze(-1), magnitudes.sort(dim=-1).values[..., 20 - k])

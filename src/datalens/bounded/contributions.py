@@ -4,12 +4,16 @@ Chunks of rows are summed as they come, so [teachers, queries, d] is never held,
 (the total and the facts its sensitivity follows from) is all that reaches the gate.
 """
 
+import hashlib
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from datalens.gpu import kernels_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +33,36 @@ class Contributions:
     l2_bound: float
     diameter: float  # 2·l2_bound unless a smaller one is proved
     row_unit: Literal["teacher", "record", "person"]
+    units: Tensor | None = field(default=None, repr=False)  # [units] numbers of the units, where they have any
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSum:
-    """The sum of bounded rows. `private_total` is read only in `privacy/`; a test walks the syntax trees."""
+    """The sum of bounded rows. `private_total` is read only in `privacy/`; a test walks the syntax trees.
+
+    A unit that was in twice would move the sum twice as far as the bound says: where units have numbers, each
+    is in `units` once.
+    """
 
     private_total: Tensor = field(repr=False)  # [queries, d]: int32 or float64; not for logs or tracebacks
     l2_bound: float
     diameter: float
     row_unit: Literal["teacher", "record", "person"]
     queries: int
+    units: Tensor | None = field(default=None, repr=False)  # [units] their numbers, rising, on the CPU
+
+
+class Ranks(Protocol):
+    """The processes a sum is spread over (see `distributed.World`)."""
+
+    def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]: ...
+
+    def add(self, tensor: Tensor) -> Tensor | None: ...
 
 
 def _facts(chunk: Contributions) -> tuple[object, ...]:
-    return chunk.rows.shape[1:], chunk.rows.dtype, chunk.l2_bound, chunk.diameter, chunk.row_unit
+    numbered = chunk.units is not None
+    return chunk.rows.shape[1:], chunk.rows.dtype, chunk.l2_bound, chunk.diameter, chunk.row_unit, numbered
 
 
 def enforce(rows: Tensor, l2_bound: float) -> Tensor:
@@ -56,11 +75,10 @@ def enforce(rows: Tensor, l2_bound: float) -> Tensor:
     | NaN or infinity anywhere in it | zero |
     """
     if not rows.is_floating_point():
-        # int8 squares add up exactly in int32 and int64; wider integers go to float64, where nothing wraps around.
-        wide = rows.flatten(1).to(torch.int32 if rows.dtype == torch.int8 else torch.float64)
-        squares = wide.square().sum(dim=1).to(torch.float64)
-        fits = squares <= l2_bound**2 * (1 + 1e-12)  # a bound such as sqrt(200) is itself rounded
-        return rows * fits.view(-1, *[1] * (rows.dim() - 1))
+        # In float64 squares of votes add up exactly; wider integers may round, but nothing wraps around.
+        wide = rows.flatten(1).to(torch.float64)
+        fits = torch.linalg.vecdot(wide, wide) <= _most_squares(l2_bound)
+        return rows if bool(fits.all()) else rows * fits.view(-1, *[1] * (rows.dim() - 1))
     flat = rows.flatten(1).to(torch.float64)
     flat = torch.where(flat.isfinite().all(dim=1, keepdim=True), flat, 0.0)
     norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
@@ -72,17 +90,22 @@ def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
     """Enforce the bound row by row, then add. Sums are int32 (votes) or float64."""
     total: Tensor | None = None
     first: Contributions | None = None
-    units = 0
+    units: list[Tensor] = []
+    count = 0
     for chunk in chunks:
         if first is None:
             first = chunk
         elif _facts(chunk) != _facts(first):
             raise ValueError("chunks of one sum must agree on shape, kind, bound, diameter and unit")
-        rows = enforce(chunk.rows, chunk.l2_bound)
-        units += rows.shape[0]
-        if not rows.is_floating_point() and units * chunk.l2_bound >= 2**31:
-            raise OverflowError(f"{units} rows of norm {chunk.l2_bound:g} could overflow an int32 sum")
-        part = rows.sum(dim=0, dtype=torch.float64 if rows.is_floating_point() else torch.int32)
+        rows = chunk.rows
+        count += rows.shape[0]
+        if not rows.is_floating_point():
+            _check_room(count, chunk.l2_bound)
+        if chunk.units is not None:
+            if chunk.units.shape != rows.shape[:1]:
+                raise ValueError(f"{rows.shape[0]} rows have {chunk.units.numel()} units: each row has one")
+            units.append(chunk.units)
+        part = _add_enforced(rows, chunk.l2_bound)
         total = part if total is None else total + part
     if first is None or total is None:
         raise ValueError("nothing to sum: there were no contributions")
@@ -92,4 +115,79 @@ def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
         diameter=first.diameter,
         row_unit=first.row_unit,
         queries=total.shape[0],
+        units=_each_once(units) if units else None,
     )
+
+
+def _add_enforced(rows: Tensor, l2_bound: float) -> Tensor:
+    if rows.dtype == torch.int8 and kernels_for(rows):
+        from datalens.bounded.kernels import sum_votes
+
+        return sum_votes(rows, _most_squares(l2_bound))
+    rows = enforce(rows, l2_bound)
+    return rows.sum(dim=0, dtype=torch.float64 if rows.is_floating_point() else torch.int32)
+
+
+def _most_squares(l2_bound: float) -> float:
+    return l2_bound**2 * (1 + 1e-12)  # a bound such as sqrt(200) is itself rounded
+
+
+def sum_over_ranks(part: BoundedSum, ranks: Ranks, *, units: int) -> BoundedSum | None:
+    """The sum over all ranks, on rank 0; None on the others: nobody else needs it.
+
+    Before anything is added, all ranks check that they mean the same sum and that units 0 … `units`−1 are each
+    in it once, whichever rank they are on.
+    """
+    _check_spread(ranks.gather(_for_the_wire(part), width=_WIRE.size), units, part)
+    total = ranks.add(part.private_total)
+    if total is None:
+        return None
+    return BoundedSum(
+        private_total=total,
+        l2_bound=part.l2_bound,
+        diameter=part.diameter,
+        row_unit=part.row_unit,
+        queries=part.queries,
+        units=torch.arange(units),
+    )
+
+
+_WIRE = struct.Struct("<32sqq")  # a hash of the facts, the first unit, one past the last
+
+
+def _for_the_wire(part: BoundedSum) -> bytes:
+    total = part.private_total
+    facts = (tuple(total.shape), str(total.dtype), part.l2_bound, part.diameter, part.row_unit, part.queries)
+    units = [] if part.units is None else part.units.tolist()
+    if not units or units[-1] - units[0] != len(units) - 1:  # each is in once, and they rise
+        raise ValueError("the units of a rank must be consecutive numbers, at least one")
+    return _WIRE.pack(hashlib.sha256(repr(facts).encode()).digest(), units[0], units[-1] + 1)
+
+
+def _check_spread(wired: list[bytes], units: int, part: BoundedSum) -> None:
+    facts, firsts, ends = zip(*map(_WIRE.unpack, wired), strict=True)
+    if len(set(facts)) > 1:
+        raise ValueError("ranks of one sum must agree on shape, kind, bound, diameter and unit")
+    expected = 0
+    for first, end in sorted(zip(firsts, ends, strict=True)):
+        if first != expected:
+            problem = "in the sum twice" if first < expected else "in no rank's sum"
+            raise ValueError(f"{part.row_unit} {min(first, expected)} is {problem}")
+        expected = end
+    if expected != units:
+        raise ValueError(f"the ranks' sums hold {expected} units, not {units}")
+    if not part.private_total.is_floating_point():
+        _check_room(units, part.l2_bound)
+
+
+def _check_room(rows: int, l2_bound: float) -> None:
+    if rows * l2_bound >= 2**31:
+        raise OverflowError(f"{rows} rows of norm {l2_bound:g} could overflow an int32 sum")
+
+
+def _each_once(units: list[Tensor]) -> Tensor:
+    numbers = torch.cat(units).cpu().sort().values
+    again = numbers[1:][numbers[1:] == numbers[:-1]]
+    if len(again):
+        raise ValueError(f"unit {int(again[0])} is in the sum twice: the bound holds for once")
+    return numbers

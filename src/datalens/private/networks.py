@@ -14,8 +14,11 @@ from torch import Tensor
 
 from datalens import streams
 from datalens.basis import Basis
+from datalens.gpu import has_triton
+from datalens.private import layers
 
 Parameters = dict[str, Tensor]
+Taps = dict[str, tuple[Tensor, Tensor]]
 
 
 class Network(Protocol):
@@ -26,11 +29,15 @@ class Network(Protocol):
         ...
 
     def record_features(self, records: Tensor) -> Tensor:
-        """The same of records, uint8 [n, h, w, c]: bit for bit a function of each record by itself.
+        """What is kept of records, uint8 [n, h, w, c]; `from_rows` makes features of it.
 
-        A matrix product in floats rounds by the shape it is blocked into, so a record's features could depend on
-        how many other records there are.
+        Bit for bit a function of each record by itself: a matrix product in floats rounds by the shape it is
+        blocked into, so a record's features could depend on how many other records there are.
         """
+        ...
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Features of what `record_features` kept, whatever its leading dimensions."""
         ...
 
     def to_basis(self, gradients: Tensor) -> Tensor:
@@ -39,10 +46,22 @@ class Network(Protocol):
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters: ...
 
-    def logits(self, parameters: Parameters, features: Tensor, labels: Tensor) -> Tensor: ...
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """Large weights of dense layers, whose gradient is an outer product: see `logits`."""
+        ...
 
-    def bytes_per_teacher(self, batch: int) -> int:
-        """A generous estimate of what one teacher needs while it trains."""
+    def logits(
+        self, parameters: Parameters, features: Tensor, labels: Tensor, groups: list[int], taps: Taps | None = None
+    ) -> Tensor:
+        """[n, b]. `groups`: how many of the b images belong together, for layers that look at a batch.
+
+        `taps` is filled with input and output of the layers named in `outer`.
+        """
+        ...
+
+    def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
+        """What one teacher keeps (weights, two moments), and a generous estimate of what it needs while it trains."""
         ...
 
 
@@ -58,35 +77,46 @@ class Spectral:
     classes: int
     hidden: int
     scale: float = 0.25  # pixels in [0, 1] give coefficients of a few units
+    outer: tuple[str, ...] = ()
 
     def features(self, images: Tensor) -> Tensor:
         return self.basis.forward(images - 0.5) * self.scale
 
     def record_features(self, records: Tensor) -> Tensor:
-        doubled = records.permute(0, 3, 1, 2).to(torch.float64) * 2 - 255  # 2·255·(x − 1/2), whole numbers
-        exact = self.basis.forward(doubled)  # sums of multiples of 2^-26: no rounding, in whatever order
+        doubled = records.flatten(1).to(torch.float64).mul_(2).sub_(255)  # 2·255·(x − 1/2), whole numbers
+        rows = self.basis.rows  # [d, c·h·w]; records have their channels last
+        assert rows is not None
+        rows = rows.to(records.device).view(-1, *self.basis.shape).permute(0, 2, 3, 1).flatten(1).to(torch.float64)
+        exact = doubled @ rows.T.contiguous()  # sums of multiples of 2^-26: no rounding, in whatever order
         return (exact * (self.scale / 510)).to(torch.float32)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return rows
 
     def to_basis(self, gradients: Tensor) -> Tensor:
         return gradients
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters:
         d, hidden, classes = self.basis.size, self.hidden, self.classes
-        shapes = {"w1": (d, hidden), "b1": (classes, hidden), "w2": (hidden,), "b2": (classes,), "skip": (classes, d)}
-        std = {"w1": d**-0.5, "b1": 0.1, "w2": 0.0, "b2": 0.0, "skip": 0.0}
-        return {name: _normal(seed, name, teachers, shape, std[name]) for name, shape in shapes.items()}
+        shapes = {"w1": (d, hidden), "skip": (d, classes), "b1": (classes, hidden), "w2": (hidden,), "b2": (classes,)}
+        std = {"w1": d**-0.5, "b1": 0.1}
+        made = {name: _normal(seed, name, teachers, shape, std.get(name, 0.0)) for name, shape in shapes.items()}
+        # The hidden layer and the linear part of every class see the same features: one product for both.
+        return {"w1": torch.cat([made.pop("w1"), made.pop("skip")], dim=2), **made}
 
-    def logits(self, parameters: Parameters, features: Tensor, labels: Tensor) -> Tensor:
-        bias = _by_label(parameters["b1"], labels)  # [n, b, hidden]
-        hidden = F.leaky_relu(torch.baddbmm(bias, features, parameters["w1"]), 0.2)
-        nonlinear = torch.bmm(hidden, parameters["w2"].unsqueeze(2)).squeeze(2)
-        linear = (features * _by_label(parameters["skip"], labels)).sum(dim=2)
-        return nonlinear + linear + parameters["b2"].gather(1, labels)
+    def logits(
+        self, parameters: Parameters, features: Tensor, labels: Tensor, groups: list[int], taps: Taps | None = None
+    ) -> Tensor:
+        p = parameters
+        hidden, linear = layers.multiply(features, p["w1"]).split([self.hidden, self.classes], dim=2)
+        hidden = F.leaky_relu(hidden + layers.lookup(p["b1"], labels), layers.SLOPE)
+        out = layers.multiply(hidden, p["w2"].unsqueeze(2)) + linear.gather(2, labels.unsqueeze(2))
+        return (out + layers.lookup(p["b2"].unsqueeze(2), labels)).squeeze(2)
 
-    def bytes_per_teacher(self, batch: int) -> int:
+    def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
         d, hidden = self.basis.size, self.hidden
         weights = d * hidden + self.classes * (hidden + d + 1) + hidden
-        return 4 * (4 * weights + 2 * batch * 6 * (d + hidden))
+        return 12 * weights, 4 * (2 * weights + 2 * batch * (3 * d + 6 * (hidden + self.classes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +140,23 @@ class Convolutional:
     hidden: int
     label_planes: bool
     dense_norm: bool
+    outer: tuple[str, ...] = ("dense.weight",)
 
     def features(self, images: Tensor) -> Tensor:
         return images
 
     def record_features(self, records: Tensor) -> Tensor:
-        return records.permute(0, 3, 1, 2).to(torch.float32) / 255
+        return records.permute(0, 3, 1, 2).contiguous()  # a byte a pixel until it is needed
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return rows.to(torch.float32) / 255
 
     def to_basis(self, gradients: Tensor) -> Tensor:
-        return self.basis.forward(gradients)
+        if self.basis.rows is None:
+            return self.basis.forward(gradients)
+        # A product a teacher: in one large product a row is rounded by how many rows there are.
+        rows = self.basis.rows.T.to(gradients)
+        return layers.multiply(gradients.flatten(2), rows.expand(len(gradients), -1, -1))
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters:
         return {
@@ -128,30 +166,40 @@ class Convolutional:
             for name, shape in self._shapes().items()
         }
 
-    def logits(self, parameters: Parameters, features: Tensor, labels: Tensor) -> Tensor:
-        n, b = labels.shape
+    def logits(
+        self, parameters: Parameters, features: Tensor, labels: Tensor, groups: list[int], taps: Taps | None = None
+    ) -> Tensor:
+        p, (n, b) = parameters, labels.shape
         x = features.movedim(2, -1)  # [n, b, h, w, c]
         for layer in range(len(self.channels)):
-            x = self._convolve(parameters, layer, x, labels)
+            maps = self._label_maps(p[f"conv{layer}.label"], x.shape[2:4]) if self.label_planes else None
+            weight, bias = p[f"conv{layer}.weight"], p[f"conv{layer}.bias"]
+            x = layers.convolve(x, weight, bias, maps, labels, leaky=layer == 0)
             if layer > 0:
-                x = _batch_norm(x, parameters[f"conv{layer}.scale"], parameters[f"conv{layer}.shift"])
-            x = F.leaky_relu(x, 0.2)
-        x = torch.bmm(x.reshape(n, b, -1), parameters["dense.weight"]) + parameters["dense.bias"].unsqueeze(1)
-        x = x + _by_label(parameters["dense.label"], labels)
+                x = layers.norm_leaky(x, p[f"conv{layer}.scale"], p[f"conv{layer}.shift"], groups)
+        flat = x.reshape(n, b, -1)
+        x = layers.multiply_large(flat, p["dense.weight"])
+        if taps is not None:
+            taps["dense.weight"] = flat, x
+        x = x + layers.with_bias(p["dense.label"], p["dense.bias"], labels)
         if self.dense_norm:
-            x = _batch_norm(x, parameters["dense.scale"], parameters["dense.shift"])
-        x = F.leaky_relu(x, 0.2)
-        out = torch.bmm(x, parameters["out.weight"].unsqueeze(2)).squeeze(2)
-        return out + parameters["out.label"].gather(1, labels) + parameters["out.bias"]
+            x = layers.norm_leaky(x, p["dense.scale"], p["dense.shift"], groups)
+        else:
+            x = F.leaky_relu(x, layers.SLOPE)
+        out = layers.multiply(x, p["out.weight"].unsqueeze(2))
+        return (out + layers.with_bias(p["out.label"].unsqueeze(2), p["out.bias"], labels)).squeeze(2)
 
-    def bytes_per_teacher(self, batch: int) -> int:
+    def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
         weights = sum(torch.Size(shape).numel() for shape in self._shapes().values())
-        size, inputs, activations = self.shape[1:], self.shape[0], 0
+        size, inputs, numbers = self.shape[1:], self.shape[0], 0
         for outputs in self.channels:
+            numbers += 3 * size[0] * size[1] * inputs
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
-            activations += size[0] * size[1] * (25 * inputs + 6 * outputs)
+            numbers += size[0] * size[1] * 6 * outputs
+            if not (torch.cuda.is_available() and has_triton()):
+                numbers += size[0] * size[1] * 2 * 25 * inputs  # torch copies the patches
             inputs = outputs
-        return 4 * (4 * weights + 2 * 2 * batch * activations)
+        return 12 * weights, 4 * (weights + 2 * batch * numbers)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -174,20 +222,13 @@ class Convolutional:
         shapes["out.bias"] = (1,)
         return shapes
 
-    def _convolve(self, parameters: Parameters, layer: int, x: Tensor, labels: Tensor) -> Tensor:
-        n, b, height, width, _ = x.shape
-        padded = F.pad(x, (0, 0, 2, 2, 2, 2))
-        patches = padded.unfold(2, 5, 2).unfold(3, 5, 2)  # [n, b, h', w', c, 5, 5], a view
-        high, wide = patches.shape[2:4]
-        flat = patches.reshape(n, b * high * wide, -1)
-        out = torch.baddbmm(parameters[f"conv{layer}.bias"].unsqueeze(1), flat, parameters[f"conv{layer}.weight"])
-        out = out.view(n, b, high, wide, -1)
-        if not self.label_planes:
-            return out
-        inside = F.pad(x.new_ones(1, 1, height, width), (2, 2, 2, 2)).unfold(2, 5, 2).unfold(3, 5, 2)
-        inside = inside.reshape(high * wide, 25)  # which taps of which position see the image
-        maps = torch.einsum("pt,ncto->ncpo", inside, parameters[f"conv{layer}.label"])
-        return out + _by_label(maps.flatten(2), labels).view(n, b, high, wide, -1)
+    def _label_maps(self, weight: Tensor, size: torch.Size) -> Tensor:
+        """[n, classes, 25, o] → [n, classes, h'·w', o]: what a plane of ones becomes, class by class."""
+        n, classes, _, outputs = weight.shape
+        ones = F.pad(weight.new_ones(1, 1, *size), (2, 2, 2, 2))
+        inside = ones.unfold(2, 5, 2).unfold(3, 5, 2).reshape(1, -1, 25)  # which taps of which position see the image
+        maps = layers.multiply(inside.expand(n * classes, -1, -1), weight.view(n * classes, 25, outputs))
+        return maps.view(n, classes, -1, outputs)
 
 
 def paper_network(basis: Basis, classes: int, *, hidden: int = 256) -> Convolutional:
@@ -224,16 +265,3 @@ def _normal(seed: int, name: str, teachers: Tensor, shape: tuple[int, ...], std:
         return torch.zeros((len(teachers), *shape), device=teachers.device)
     count = torch.Size(shape).numel()
     return streams.normal(seed, "teacher", name, teachers=teachers, count=count).mul_(std).view(len(teachers), *shape)
-
-
-def _by_label(table: Tensor, labels: Tensor) -> Tensor:
-    """Row `labels[i, j]` of teacher i's table [n, classes, d] → [n, b, d]."""
-    return table.gather(1, labels.unsqueeze(2).expand(-1, -1, table.shape[2]))
-
-
-def _batch_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Over everything but teacher and channel (last), by the batch's own statistics: no buffers to leak."""
-    around = tuple(range(1, x.dim() - 1))
-    variance, mean = torch.var_mean(x, dim=around, correction=0, keepdim=True)
-    view = (x.shape[0], *[1] * len(around), x.shape[-1])
-    return (x - mean) * torch.rsqrt(variance + 1e-5) * scale.view(view) + shift.view(view)

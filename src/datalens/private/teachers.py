@@ -2,18 +2,31 @@
 
 A teacher's row is a function of its own share, the fakes and a stream keyed by (seed, teacher, step).
 Deleting a record, or making it NaN, leaves every other teacher's row bit-identical: a test says so.
+
+All teachers' weights and Adam moments are tensors with a leading teacher dimension. They are worked on in chunks
+that bound the memory; what does not fit on the device lies in host memory, and goes there and back chunk by chunk.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from datalens.bounded.contributions import Gradients
-from datalens.private.networks import Network, Parameters
+from datalens.errors import DatalensError
+from datalens.gpu import has_triton
+from datalens.private import layers
+from datalens.private.adam import adam_step
+from datalens.private.networks import Network, Parameters, Taps
 from datalens.private.shares import Shares
+
+ROOM_ON_CPU = 2**30  # for the work on one chunk
+ROOM_ON_GPU = 0.8  # of its memory: the rest is for the student, what is left over between blocks, and estimates
+
+T = TypeVar("T")
 
 
 class Fakes(Protocol):
@@ -26,8 +39,21 @@ class Fakes(Protocol):
     def labels(self) -> Tensor: ...
 
 
+@dataclass
+class _Bank:
+    """Consecutive teachers: their weights and Adam's two moments, on the device or in host memory."""
+
+    numbers: Tensor  # [n], on the device
+    weights: Parameters = field(repr=False)
+    mean: Parameters = field(repr=False)
+    square: Parameters = field(repr=False)
+
+    def tables(self) -> dict[str, Parameters]:
+        return {"parameter": self.weights, "adam.mean": self.mean, "adam.square": self.square}
+
+
 class Teachers:
-    """All teachers, in chunks that bound the memory. How they are chunked changes no row beyond rounding."""
+    """The teachers of `shares`. How they are chunked, and where they lie, changes no row beyond rounding."""
 
     def __init__(
         self,
@@ -39,30 +65,45 @@ class Teachers:
         weight_decay: float,
         seed: int,
         chunk: int | None = None,
+        room: int | None = None,
     ) -> None:
         self._network = network
         self._shares = shares
         self._batch = batch
+        self._rate = learning_rate
+        self._decay = weight_decay
         self._seed = seed
-        chunk = chunk or chunk_that_fits(network.bytes_per_teacher(batch), shares.device)
-        self._chunks = [
-            _Chunk(network, teachers, learning_rate, weight_decay, seed)
-            for teachers in torch.arange(shares.teachers, device=shares.device).split(chunk)
-        ]
+        self._updates = 0
+        self._chunk_asked = chunk
+        self._plan = plan_memory(
+            shares.teachers, *network.bytes_per_teacher(batch), shares.device, chunk=chunk, room=room
+        )
+        self.chunk = self._plan.chunk
+        numbers = torch.arange(shares.numbers.start, shares.numbers.stop, device=shares.device)
+        on_device, elsewhere = numbers[: self._plan.resident], numbers[self._plan.resident :]
+        self._banks = [self._bank(part, host) for part, host in ((on_device, False), (elsewhere, True)) if len(part)]
+
+    @property
+    def resident(self) -> int:
+        """How many teachers stay on the device; the others lie in host memory."""
+        return self._plan.resident
 
     def fit_step(self, fakes: Fakes, *, step: int, repeats: int) -> float:
         """`repeats` Adam steps of every teacher against the same fakes; returns the last one's mean loss (private!)."""
         fake = self._network.features(fakes.images.detach())
-        total = 0.0
-        for chunk in self._chunks:
+
+        def fit(chunk: _Chunk) -> Tensor:
             loss = torch.zeros(())
             for draw in range(repeats):
-                real, labels = self._shares.batch(
-                    chunk.teachers, size=self._batch, seed=self._seed, step=step, draw=draw
+                rows, labels = self._shares.batch(
+                    chunk.numbers, size=self._batch, seed=self._seed, step=step, draw=draw
                 )
-                loss = chunk.fit(self._network, real, labels, fake, fakes.labels)
-            total += float(loss)
-        return total / self._shares.teachers
+                loss = self._update(chunk, self._network.from_rows(rows), labels, fake, fakes.labels)
+            return loss
+
+        total = sum(self._in_chunks(fit))
+        self._updates += repeats
+        return float(total) / self._shares.teachers
 
     def image_gradients(self, fakes: Fakes, *, step: int) -> Iterator[Gradients]:
         """∂ log D(x)/∂x at each fake: the direction in which the teacher finds it more real, in the basis.
@@ -71,82 +112,172 @@ class Teachers:
         walk away from the data. The direction that lowers the generator's loss is meant.
         """
         fake = self._network.features(fakes.images.detach())
-        for chunk in self._chunks:
-            values = self._network.to_basis(chunk.image_gradients(self._network, fake, fakes.labels))
-            values = torch.where(self._shares.occupied(chunk.teachers).view(-1, 1, 1), values, 0.0)
-            yield Gradients(teachers=chunk.teachers, values=values, step=step)
+
+        def ask(chunk: _Chunk) -> Gradients:
+            n = len(chunk.numbers)
+            inputs = fake.expand(n, *fake.shape).requires_grad_()
+            logits = self._network.logits(chunk.weights, inputs, fakes.labels.expand(n, -1), [len(fake)])
+            (slope,) = torch.autograd.grad(F.logsigmoid(logits).sum(), inputs)
+            values = self._network.to_basis(slope)
+            values = torch.where(self._shares.occupied(chunk.numbers).view(-1, 1, 1), values, 0.0)
+            return Gradients(teachers=chunk.numbers, values=values, step=step)
+
+        yield from self._in_chunks(ask)
 
     def state(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
-        parts = [chunk.state() for chunk in self._chunks]
-        # All teachers together, whatever the chunks: a resumed run may have more or less memory.
-        return {
-            name: torch.cat([part[name].cpu() for part in parts]) if parts[0][name].dim() else parts[0][name]
-            for name in parts[0]
+        state = {
+            f"{kind}.{name}": torch.cat([bank.tables()[kind][name].cpu() for bank in self._banks])
+            for kind, table in self._banks[0].tables().items()
+            for name in table
         }
+        return state | {"updates": torch.tensor(self._updates)}
 
     def state_bytes(self) -> int:
-        """The size of `state`, without making it: weights and two moments each."""
-        return sum(3 * p.numel() * p.element_size() for chunk in self._chunks for p in chunk.parameters.values())
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        for chunk in self._chunks:
-            mine = chunk.teachers.cpu()
-            chunk.load_state({name: value[mine] if value.dim() else value for name, value in state.items()})
-
-    @property
-    def chunk_sizes(self) -> list[int]:
-        return [len(chunk.teachers) for chunk in self._chunks]
-
-
-class _Chunk:
-    """Some teachers, their parameters and their optimiser. Adam is elementwise, so teachers do not meet in it.
-
-    Weight decay is the L2 term in the gradient, as Adam has it (not AdamW's).
-    """
-
-    def __init__(self, network: Network, teachers: Tensor, rate: float, decay: float, seed: int) -> None:
-        self.teachers = teachers
-        self.parameters: Parameters = {k: v.requires_grad_() for k, v in network.parameters(teachers, seed).items()}
-        self._adam = torch.optim.Adam(
-            self.parameters.values(), lr=rate, betas=(0.5, 0.999), weight_decay=decay, fused=True
+        """The size of `state`, without making it."""
+        return sum(
+            value.numel() * value.element_size()
+            for bank in self._banks
+            for table in bank.tables().values()
+            for value in table.values()
         )
 
-    def fit(self, network: Network, real: Tensor, labels: Tensor, fake: Tensor, fake_labels: Tensor) -> Tensor:
-        n = len(self.teachers)
-        # Real and fake in separate passes: batch norm sees them apart, as in DC-GAN.
-        real_logits = network.logits(self.parameters, real, labels)
-        fake_logits = network.logits(self.parameters, fake.expand(n, *fake.shape), fake_labels.expand(n, -1))
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self._updates = int(state["updates"])
+        start = 0
+        for bank in self._banks:
+            stop = start + len(bank.numbers)
+            for kind, table in bank.tables().items():
+                for name, value in table.items():
+                    value.copy_(state[f"{kind}.{name}"][start:stop])
+            start = stop
+
+    def _bank(self, numbers: Tensor, host: bool) -> _Bank:
+        """Fresh teachers, made chunk by chunk: start values are a function of the teacher's number."""
+        bank = _Bank(numbers, {}, {}, {})
+        for start in range(0, len(numbers), self.chunk):
+            part = self._network.parameters(numbers[start : start + self.chunk], self._seed)
+            for name, value in part.items():
+                if start == 0:
+                    for table in bank.tables().values():
+                        table[name] = _zeros((len(numbers), *value.shape[1:]), value, host=host)
+                bank.weights[name][start : start + self.chunk] = value
+        return bank
+
+    def _update(
+        self,
+        chunk: "_Chunk",
+        real: Tensor,
+        labels: Tensor,
+        fake: Tensor,
+        fake_labels: Tensor,
+    ) -> Tensor:
+        """One Adam step. It is elementwise, so teachers do not meet in it; weight decay is Adam's L2 term."""
+        n, b, m, updates = len(labels), labels.shape[1], len(fake), self._updates + chunk.draws
+        # On a GPU the gradient of the largest weights is not written to memory: Adam makes it from its two factors.
+        outer = self._network.outer if layers.can_update_outer(fake, b + m) else ()
+        leaves = {name: value.detach().requires_grad_(name not in outer) for name, value in chunk.weights.items()}
+        taps: Taps = {}
+        both = torch.cat([real, fake.expand(n, *fake.shape)], dim=1)
+        all_labels = torch.cat([labels, fake_labels.expand(n, -1)], dim=1)
+        logits = self._network.logits(leaves, both, all_labels, [b, m], taps)
         real_weight, fake_weight = matching_weights(labels, fake_labels)
         # −log D(x) − log(1 − D(G(z))), a mean over the batch, a sum over teachers: their gradients stay apart.
-        loss = (real_weight * F.softplus(-real_logits)).sum() + (fake_weight * F.softplus(fake_logits)).sum()
-        self._adam.zero_grad()
-        loss.backward()
-        self._adam.step()
+        loss = -(real_weight * F.logsigmoid(logits[:, :b])).sum() - (fake_weight * F.logsigmoid(-logits[:, b:])).sum()
+        inner = [name for name in leaves if name not in outer]
+        gradients = torch.autograd.grad(loss, [leaves[name] for name in inner] + [taps[name][1] for name in outer])
+        adam_step(
+            [chunk.weights[name] for name in inner],
+            list(gradients[: len(inner)]),
+            [chunk.mean[name] for name in inner],
+            [chunk.square[name] for name in inner],
+            updates=updates,
+            rate=self._rate,
+            decay=self._decay,
+        )
+        for name, slope in zip(outer, gradients[len(inner) :], strict=True):
+            tables = chunk.weights[name], chunk.mean[name], chunk.square[name]
+            tap = taps[name][0].detach(), slope
+            layers.update_outer(tap, *tables, updates=updates, rate=self._rate, decay=self._decay)
+        chunk.draws += 1
         return loss.detach()
 
-    def image_gradients(self, network: Network, fake: Tensor, labels: Tensor) -> Tensor:
-        n = len(self.teachers)
-        frozen = {name: value.detach() for name, value in self.parameters.items()}
-        inputs = fake.expand(n, *fake.shape).requires_grad_()
-        log_real = F.logsigmoid(network.logits(frozen, inputs, labels.expand(n, -1))).sum()
-        return torch.autograd.grad(log_real, inputs)[0]
+    def _in_chunks(self, work: "Callable[[_Chunk], T]") -> Iterator[T]:
+        """`work` on one chunk of teachers after the other, each brought to the device and, if it learned, back."""
+        device = self._shares.device
+        for bank in self._banks:
+            start = 0
+            while start < len(bank.numbers):
+                part = slice(start, start + self.chunk)
+                tables = [{k: v[part] for k, v in table.items()} for table in bank.tables().values()]
+                chunk = None
+                try:
+                    weights, mean, square = ({k: v.to(device) for k, v in table.items()} for table in tables)
+                    chunk = _Chunk(bank.numbers[part], weights, mean, square)
+                    result = work(chunk)
+                except torch.OutOfMemoryError:
+                    self._make_do_with_less(learned=chunk is not None and chunk.draws > 0)
+                    continue
+                if chunk.draws:
+                    for table, learned in zip(tables, (chunk.weights, chunk.mean, chunk.square), strict=True):
+                        for name, value in learned.items():
+                            if value.device != table[name].device:  # else it is the same memory
+                                table[name].copy_(value)
+                yield result
+                start += self.chunk
 
-    def state(self) -> dict[str, Tensor]:
-        state = {f"parameter.{name}": value.detach() for name, value in self.parameters.items()}
-        for name, value in self.parameters.items():
-            for key, moment in self._adam.state[value].items():
-                state[f"adam.{name}.{key}"] = moment
-        return state
+    def _make_do_with_less(self, *, learned: bool) -> None:
+        """After running out of memory: half the chunk, if it was ours to choose and nothing was learned halfway."""
+        if self._chunk_asked is not None or learned or self.chunk == 1:
+            fits = min(self._plan.largest, max(1, self.chunk // 2))
+            raise DatalensError(
+                f"out of GPU memory with {self.chunk} teachers at a time: --chunk {fits} should fit"
+                + ("; or leave --chunk out, and it is chosen" if self._chunk_asked is not None else "")
+            )
+        self.chunk = _rounded(self.chunk // 2)
+        torch.cuda.empty_cache()
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        for name, value in self.parameters.items():
-            value.data.copy_(state[f"parameter.{name}"])
-            self._adam.state[value] = {
-                key: state[f"adam.{name}.{key}"].to(value.device, copy=True)  # chunks must not share a step counter
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"adam.{name}.{key}" in state
-            }
+
+@dataclass
+class _Chunk(_Bank):
+    """A slice of a bank, on the device. `draws`: how many updates it has had since it came."""
+
+    draws: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    chunk: int  # teachers worked on at a time
+    resident: int  # teachers whose weights and moments stay on the device; the others lie in host memory
+    largest: int  # the largest chunk that should fit
+
+
+def plan_memory(
+    teachers: int, state: int, work: int, device: torch.device, *, chunk: int | None = None, room: int | None = None
+) -> MemoryPlan:
+    """From a teacher's bytes of state and of work: chunks, and how many teachers stay on the device.
+
+    What is free on a device depends on the number of records. With our kernels a row is the same, bit for bit, in
+    whatever chunk; without them chunks could decide its last bits, so they are sized by public facts alone.
+    """
+    if device.type == "cpu":
+        largest = _rounded(min(teachers, (room or ROOM_ON_CPU) // work))
+        return MemoryPlan(chunk=min(chunk or largest, teachers), resident=teachers, largest=largest)
+    if room is None:
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(ROOM_ON_GPU * (free if has_triton() else total))
+    if teachers * state + min(teachers, 100) * work <= room:
+        largest = _rounded(min(teachers, (room - teachers * state) // work))
+        return MemoryPlan(chunk=min(chunk or largest, teachers), resident=teachers, largest=largest)
+    largest = _rounded(min(teachers, room // 4 // (state + work)))  # a quarter works, three quarters keep
+    chunk = min(chunk or largest, teachers)
+    resident = max(0, room - chunk * (state + work)) // state // chunk * chunk
+    return MemoryPlan(chunk=chunk, resident=min(resident, teachers), largest=largest)
+
+
+def _rounded(teachers: int) -> int:
+    """Chunks of a multiple of sixteen teachers begin and end at whole vectors: all of them are read alike."""
+    return max(1, teachers if teachers < 16 else teachers // 16 * 16)
 
 
 def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,17 +288,15 @@ def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tenso
     Weighting the shared fakes does the same without generating N batches. Own share only: independence holds.
     """
     same = labels.unsqueeze(2) == fake_labels  # [n, b, m]
-    matches = same.sum(dim=2, keepdim=True)  # [n, b, 1]: fakes with this record's label
-    real_weight = (matches.squeeze(2) > 0) / labels.shape[1]
-    fake_weight = (same / matches.clamp(min=1)).sum(dim=1) / labels.shape[1]
-    return real_weight, fake_weight
+    alike = (fake_labels.unsqueeze(1) == fake_labels).sum(dim=1)  # [m]: fakes with this fake's label
+    batch = labels.shape[1]
+    return same.any(dim=2) / batch, same.sum(dim=1) / (alike * batch)
 
 
-def chunk_that_fits(bytes_per_teacher: int, device: torch.device) -> int:
-    """As many teachers at a time as half of the GPU's memory, or 1 GiB on a CPU, can hold.
-
-    By what the device has, never by what is free: that depends on the number of records, and with the chunks
-    the rounding of every teacher's row would.
-    """
-    room = torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 2**30
-    return max(1, room // bytes_per_teacher)
+def _zeros(shape: tuple[int, ...], like: Tensor, *, host: bool) -> Tensor:
+    if not host:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    try:
+        return torch.zeros(shape, dtype=like.dtype, pin_memory=True)  # copies to and from the device run at full speed
+    except RuntimeError:  # the system allows no more locked memory
+        return torch.zeros(shape, dtype=like.dtype)

@@ -1,0 +1,53 @@
+"""What this machine can do at best, measured: the ceilings that the other benchmarks are fractions of."""
+
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def seconds(work: Callable[[], object], device: torch.device, *, repeats: int = 5, warm: int = 2) -> float:
+    """The median of some runs, after warming up."""
+    times = []
+    for i in range(warm + repeats):
+        begin = now(device)
+        work()
+        times.append(now(device) - begin)
+        if i < warm:
+            times.clear()
+    return sorted(times)[len(times) // 2]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Bytes a second read plus written by a copy, and floating-point operations a second of large products."""
+    gpu = device.type == "cuda"
+    source = torch.ones(2**30 if gpu else 2**25, device=device)
+    found = {"copy_bytes": 2 * source.nbytes / seconds(_copier(source), device)}
+    del source
+    size = 8192 if gpu else 1024
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    found["float32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+    if gpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        found["tf32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        a, b = a.bfloat16(), b.bfloat16()
+        found["bf16_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def _copier(source: torch.Tensor) -> Callable[[], object]:
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}

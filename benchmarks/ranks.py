@@ -1,0 +1,243 @@
+"""Several ranks: what they gain here, what crosses the wire, and what a cluster would do. Prints JSON, a line each.
+
+python -m benchmarks.ranks measure [--ranks 1 2 4] [--teachers 4000] [--network spectral] [--iterations 12]
+python -m benchmarks.ranks wire
+python -m benchmarks.ranks model [--seconds-per-1000-teachers S] [--latency S] [--bandwidth BYTES/S] …
+
+`measure`: gloo, one thread a rank. An iteration is two teacher steps and the vote of all teachers. The numbers of ranks
+take turns, so that what else the machine does hits all of them alike.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RECORDS_EACH = 15
+
+
+# --- measured here --------------------------------------------------------------------------------
+
+
+def be_a_rank(rank: int, size: int, port: int, options: dict[str, Any], answer: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    from datalens.crowd import Crowd
+    from datalens.distributed import World
+
+    torch.set_num_threads(1)
+    with World.start("cpu") as world:
+        teachers, compress, shape, fakes = prepare(options, world.numbers(options["teachers"]))
+        crowd = Crowd(
+            teachers, compress, world=world, count=options["teachers"], shape=shape, folder=Path("/nonexistent")
+        )
+        if not world.leads:
+            crowd.follow()
+            return
+        times = []
+        for step in range(options["iterations"] + 2):
+            begin = time.perf_counter()
+            crowd.fit_step(fakes(step), repeats=2)
+            crowd.votes(fakes(step))
+            times.append(time.perf_counter() - begin)
+        crowd.dismiss()
+        answer.put(times[2:])  # the first two warm up
+
+
+def prepare(options: dict[str, Any], numbers: range) -> tuple[Any, Any, tuple[int, int, int, int], Any]:
+    """This rank's teachers on random records, how they are compressed, and the fakes all are shown."""
+    import numpy as np
+    import torch
+
+    from datalens.basis import make_basis
+    from datalens.bounded.topk_sign import TopKSign
+    from datalens.crowd import Shown
+    from datalens.private.networks import Network, Spectral, compact_network
+    from datalens.private.partition import Partition
+    from datalens.private.shares import Shares
+    from datalens.private.teachers import Teachers
+
+    shape, classes, batch = (1, 28, 28), 10, 15
+    spectral = options["network"] == "spectral"
+    basis = make_basis("dct", shape, 64) if spectral else make_basis("pixel", shape, None)
+    network: Network = (
+        Spectral(basis=basis, classes=classes, hidden=16) if spectral else compact_network(basis, classes)
+    )
+    random = torch.Generator().manual_seed(numbers.start)
+    share = np.repeat(np.arange(numbers.start, numbers.stop), RECORDS_EACH)
+    images = torch.randint(256, (len(share), 28, 28, 1), generator=random, dtype=torch.uint8)
+    rows = torch.cat([network.record_features(part) for part in images.split(10_000)])
+    labels = torch.randint(classes, (len(share),), generator=random)
+    shares = Shares(rows, labels, Partition(share=share, teachers=options["teachers"]), numbers=numbers)
+    teachers = Teachers(network, shares, batch=batch, learning_rate=1e-3, weight_decay=0.0, seed=0)
+    pictures = torch.rand(batch, *shape, generator=torch.Generator().manual_seed(1))
+
+    def fakes(step: int) -> Shown:
+        return Shown(images=pictures, labels=torch.arange(batch) % classes, step=step)
+
+    return teachers, TopKSign(k=32 if spectral else 200, clip=1e-5, quantise=True, seed=0), (batch, *shape), fakes
+
+
+def once(size: int, options: dict[str, Any]) -> list[float]:
+    """Seconds of each iteration on `size` ranks."""
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answer = spawn.SimpleQueue()
+    ranks = [spawn.Process(target=be_a_rank, args=(rank, size, port, options, answer)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        raise SystemExit(f"a rank of {size} failed")
+    return answer.get()
+
+
+def measure(sizes: list[int], options: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """The median iteration by number of ranks, and of the messages alone (as many teachers as ranks)."""
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    words: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        for size in sizes:
+            times[size] += once(size, options)
+            words[size] += once(size, options | {"teachers": size, "iterations": 100})
+    found = []
+    for size in sizes:
+        middle = _median(times[size])
+        found.append(
+            {
+                "ranks": size,
+                **{name: options[name] for name in ("teachers", "network")},
+                "seconds_per_iteration": round(middle, 4),
+                "times_as_fast": round(_median(times[sizes[0]]) / middle, 2),
+                # One teacher a rank: what an iteration costs whatever the teachers cost.
+                "seconds_with_one_teacher_a_rank": round(_median(words[size]), 5),
+                "iterations": len(times[size]),
+                "cores": os.cpu_count(),
+            }
+        )
+    return found
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+# --- what crosses the wire ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Bytes of one iteration. What rank 0 sends goes to every rank; what it gets is summed on the way."""
+
+    words: int  # from rank 0: two orders, each of three numbers and room for the labels, in int64
+    fakes: int  # from rank 0: images in float32
+    facts: int  # from every rank to every rank: a hash and a range
+    loss: int  # to rank 0
+    votes: int  # to rank 0: the sum, in int32
+
+
+def wire(*, batch: int, pixels: int, coordinates: int) -> Wire:
+    return Wire(words=2 * 8 * (3 + batch), fakes=4 * batch * pixels, facts=48, loss=8, votes=4 * batch * coordinates)
+
+
+SETTINGS = {  # batch, values in an image, coordinates voted in
+    "mnist, datalens": (15, 784, 64),
+    "mnist, datalens-paper": (15, 784, 784),
+    "celeba-gender, datalens": (15, 12288, 64),
+    "celeba-gender, datalens-paper": (27, 12288, 12288),
+}
+
+
+# --- a model of clusters --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Measured on one machine, or read off a network's data sheet. Seconds and bytes."""
+
+    seconds_per_1000_teachers: float  # one iteration of 1000 teachers on one GPU
+    seconds_at_least: float  # one iteration of very few teachers: launches, not work
+    seconds_of_rank_0: float  # what only rank 0 does: student, charge, noise, journal
+    latency: float  # of one message between two machines, through the CPU
+    latency_gpu: float  # of one hop between two GPUs
+    bandwidth: float  # bytes a second between two machines
+
+
+def model(gpus: int, teachers: int, sizes: Wire, c: Constants) -> dict[str, Any]:
+    """Seconds of one iteration. Broadcast and reduce are trees as deep as the logarithm of the GPUs."""
+    mine = math.ceil(teachers / gpus)
+    depth = math.ceil(math.log2(gpus)) if gpus > 1 else 0
+    compute = max(c.seconds_at_least, mine * c.seconds_per_1000_teachers / 1000)
+    through_cpu = 4 * depth * c.latency + (gpus > 1) * gpus * sizes.facts / c.bandwidth  # two words, facts, loss
+    through_gpu = depth * (2 * c.latency_gpu + (sizes.fakes + sizes.votes) / c.bandwidth)  # images, votes
+    total = compute + through_cpu + through_gpu + c.seconds_of_rank_0
+    alone = max(c.seconds_at_least, teachers * c.seconds_per_1000_teachers / 1000) + c.seconds_of_rank_0
+    return {
+        "gpus": gpus,
+        "teachers": teachers,
+        "teachers_a_gpu": mine,
+        "seconds_teachers": round(compute, 6),
+        "seconds_messages": round(through_cpu + through_gpu, 6),
+        "seconds_rank_0": c.seconds_of_rank_0,
+        "seconds_per_iteration": round(total, 6),
+        "times_as_fast_as_one": round(alone / total, 2),
+        "part_of_linear": round(alone / total / gpus, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    here = commands.add_parser("measure")
+    here.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    here.add_argument("--teachers", type=int, default=4000)
+    here.add_argument("--network", choices=["spectral", "compact"], default="spectral")
+    here.add_argument("--iterations", type=int, default=12)
+    here.add_argument("--rounds", type=int, default=2)
+    commands.add_parser("wire")
+    there = commands.add_parser("model")
+    there.add_argument("--seconds-per-1000-teachers", type=float, default=0.03)
+    there.add_argument("--seconds-at-least", type=float, default=0.004)
+    there.add_argument("--seconds-of-rank-0", type=float, default=0.008)
+    there.add_argument("--latency", type=float, default=50e-6)
+    there.add_argument("--latency-gpu", type=float, default=15e-6)
+    there.add_argument("--bandwidth", type=float, default=12.5e9)
+    there.add_argument("--settings", choices=list(SETTINGS), default="mnist, datalens-paper")
+    there.add_argument(
+        "--teachers", type=int, default=4000, help="of one GPU where they grow with the GPUs, else of all"
+    )
+    asked = vars(parser.parse_args())
+    command = asked.pop("command")
+    if command == "measure":
+        sizes, rounds = asked.pop("ranks"), asked.pop("rounds")
+        for row in measure(sizes, asked, rounds):
+            print(json.dumps(row), flush=True)
+        return
+    if command == "wire":
+        for name, (batch, pixels, coordinates) in SETTINGS.items():
+            print(json.dumps({"settings": name, **asdict(wire(batch=batch, pixels=pixels, coordinates=coordinates))}))
+        return
+    batch, pixels, coordinates = SETTINGS[asked.pop("settings")]
+    teachers = asked.pop("teachers")
+    constants, sizes = Constants(**asked), wire(batch=batch, pixels=pixels, coordinates=coordinates)
+    print(json.dumps({"constants": asdict(constants), "wire": asdict(sizes)}))
+    for gpus in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
+        print(json.dumps({"kind": "the same teachers", **model(gpus, teachers, sizes, constants)}))
+    for gpus in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
+        # Against one GPU with as many teachers: what it would take by chunking.
+        print(json.dumps({"kind": "teachers grow with the GPUs", **model(gpus, teachers * gpus, sizes, constants)}))
+
+
+if __name__ == "__main__":
+    main()

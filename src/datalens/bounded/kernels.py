@@ -1,0 +1,123 @@
+"""TopkStoSignGrad and the bounded sum of votes as Triton kernels: bit for bit what the torch code gives on a CPU.
+
+A row of one image is read once and stays in registers while its k-th largest magnitude is found by halving
+(floats that are not negative sort like their bits). The vote leaves as one byte.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _mix(x):
+    """`streams._mix`."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _top_k_sign(
+    values, keys, again, votes, clip,
+    IMAGES: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BD)
+    v = tl.load(values + row * D + at, mask=at < D, other=0.0)
+    size = tl.abs(v)
+    finite = tl.sum((size < float("inf")).to(tl.int32)) == BD  # NaN is not smaller either
+    size = tl.where(finite, size, 0.0)
+    bits = size.to(tl.int32, bitcast=True)
+    chosen = bits > 0
+    if tl.sum(chosen.to(tl.int32)) > K:
+        # Halve [low, high) until exactly K are at or above low, or nothing is left to halve: then there are ties.
+        low = tl.full((), 1, tl.int32)
+        high = tl.max(bits) + 1
+        count = tl.sum((bits >= low).to(tl.int32))
+        while (count != K) & (high - low > 1):
+            middle = low + (high - low) // 2
+            there = tl.sum((bits >= middle).to(tl.int32))
+            count = tl.where(there >= K, there, count)
+            high = tl.where(there >= K, high, middle)
+            low = tl.where(there >= K, middle, low)
+        chosen = bits >= low
+        if count > K:
+            above = bits > low
+            room = K - tl.sum(above.to(tl.int32))
+            level = bits == low
+            chosen = above | (level & (tl.cumsum(level.to(tl.int32)) <= room))
+    clipped = tl.where(chosen, tl.minimum(size, clip), 0.0)
+    largest = tl.max(clipped)
+    clipped = tl.where(v < 0, -clipped, clipped)
+    counter = (row % IMAGES).to(tl.int32) * D + at
+    key = tl.load(keys + row // IMAGES).to(tl.uint32, bitcast=True)
+    word = _mix(_mix((counter // 2).to(tl.uint32) + key) ^ tl.load(again + row // IMAGES).to(tl.uint32, bitcast=True))
+    half = tl.where(counter % 2 == 0, word & 0xFFFF, word >> 16)
+    level = half.to(tl.float32) * (1.0 / 32768.0) - 1.0
+    vote = tl.where(level * largest < clipped, 1, -1)
+    tl.store(votes + row * D + at, tl.where(clipped != 0, vote, 0).to(tl.int8), mask=at < D)
+
+
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _squares(rows, out, D: tl.constexpr, BD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BD,), dtype=tl.int32)
+    for start in range(0, D, BD):
+        at = start + tl.arange(0, BD)
+        x = tl.load(rows + row * D + at, mask=at < D, other=0).to(tl.int32)
+        total += x * x
+    tl.store(out + row, tl.sum(total.to(tl.int64)))
+
+
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """Sum of some rows that fit, per coordinate; integers, so the order of the parts does not matter."""
+    blocks = tl.cdiv(D, BD)
+    at = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * PART
+    total = tl.zeros((BD,), dtype=tl.int32)
+    for start in range(0, PART, BN):
+        row = first + start + tl.arange(0, BN)
+        keep = tl.load(fits + row, mask=row < N, other=0) != 0
+        x = tl.load(rows + row[:, None] * D + at[None, :], mask=keep[:, None] & (at < D)[None, :], other=0)
+        total += tl.sum(x.to(tl.int32), axis=0)
+    tl.atomic_add(out + at, total, mask=at < D)
+
+
+def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: float) -> Tensor:
+    """Votes int8 [n, m, d] of gradients float32 [n, m, d]; `keys`, `again`: `streams.row_keys` of the teachers."""
+    n, images, d = values.shape
+    votes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    block = triton.next_power_of_2(d)
+    _top_k_sign[(n * images,)](
+        values.contiguous(),
+        keys,
+        again,
+        votes,
+        clip,
+        images,
+        d,
+        k,
+        block,
+        num_warps=max(1, min(32, block // 512)),
+    )
+    return votes
+
+
+def sum_votes(rows: Tensor, most: float) -> Tensor:
+    """int8 [n, …] → int32 […]: the sum of the rows whose squares sum to at most `most`."""
+    n, shape = len(rows), rows.shape[1:]
+    flat = rows.reshape(n, -1)
+    d = flat.shape[1]
+    squares = torch.empty(n, dtype=torch.int64, device=rows.device)
+    _squares[(n,)](flat, squares, d, min(8192, triton.next_power_of_2(d)), num_warps=8)
+    fits = (squares.to(torch.float64) <= most).to(torch.int8)
+    total = torch.zeros(d, dtype=torch.int32, device=rows.device)
+    part, block = 512, 1024
+    _add[(triton.cdiv(d, block) * triton.cdiv(n, part),)](flat, fits, total, n, d, part, 8, block, num_warps=8)
+    return total.view(shape)
