@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from datalens.config import TrainOptions
-from datalens.errors import DatalensError, TamperedError
+from datalens.errors import DatalensError, SaidElsewhere, TamperedError
 
 Json = Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")]
 EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
@@ -43,6 +43,8 @@ class Evaluate:
     """A run or release folder, or a file written by `datalens sample`."""
     data: str
     """The real data set to test on."""
+    data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where a named data set lies that cannot be downloaded."""
     seeds: int = 3
     """How many classifiers to train; mean and spread are reported."""
     epochs: int = 10
@@ -154,6 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = {word[2:].split("=")[0].replace("-", "_") for word in arguments or sys.argv[1:] if word.startswith("--")}
     try:
         sys.exit(_run(command, given))
+    except SaidElsewhere as error:
+        sys.exit(error.exit_code)
     except DatalensError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -170,11 +174,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"datalens: {' '.join(message.split())}\n")
+    rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
+    where = "" if rank == "0" else f"rank {rank}: "
+    sys.stderr.write(f"datalens: {where}{' '.join(message.split())}\n")
     sys.exit(code)
 
 
 def _run(command: Any, given: set[str]) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not isinstance(command, TrainOptions):
+        message = "only `datalens train` runs on several ranks: call this one without torchrun"
+        raise DatalensError(message) if os.environ.get("RANK", "0") == "0" else SaidElsewhere(message)
     match command:
         case TrainOptions():
             return _train(command, given)
@@ -221,6 +230,8 @@ def _train(command: TrainOptions, given: set[str]) -> int:
     from datalens.training import train
 
     result = train(command, given)
+    if not result:  # another rank leads, and says it
+        return 0
     _show(result, [f"{result['run']}/release"], json=command.json)
     return EXIT_INTERRUPTED if result["interrupted"] else 0
 
@@ -245,13 +256,13 @@ def _evaluate(command: Evaluate) -> int:
     from datalens.released.release import sample
     from datalens.training import choose_device
 
-    test = formats.load(command.data, "test")
-    real = formats.load(command.data, "train", nominal_size=1)
+    test = formats.load(command.data, "test", folder=command.data_folder)
     path = command.synthetic
     if path.is_dir() and ((path / "ledger.jsonl").is_file() or (path / "release").is_dir()):
         dataset = sample(_release_of(path), count=command.count, seed=0)
     else:
         dataset = synthetic.load(path)
+    real = formats.load_some(command.data, most=len(dataset.images), folder=command.data_folder)
     result = utility.evaluate(
         dataset,
         real.images,
@@ -337,10 +348,12 @@ def _data_list(command: DataList) -> int:
     rows = []
     for name in sources.names():
         schema = sources.schema(name)
-        rows.append({**schema.as_dict(), "cached": sources.cached(name)})
+        rows.append({**schema.as_dict(), "cached": sources.cached(name), "download": sources.downloadable(name)})
     lines = [
         f"{row['name']:15} {row['height']}x{row['width']}x{row['channels']}, {len(row['classes'])} classes, "
-        f"about {row['nominal_size']} records" + ("" if row["cached"] else f"; get it: datalens data get {row['name']}")
+        f"about {row['nominal_size']} records"
+        + (f" ({row['note']})" if row.get("note") else "")
+        + ("" if row["cached"] else f"; {'get it' if row['download'] else 'by hand'}: datalens data get {row['name']}")
         for row in rows
     ]
     _show({"datasets": rows}, lines, json=command.json)

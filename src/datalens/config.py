@@ -29,8 +29,10 @@ class TrainOptions:
 
     data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
     """A named data set (see `datalens data list`) or an .npz file with arrays `images`, `labels` and `classes`."""
+    data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where a named data set lies that cannot be downloaded, such as celeba-gender."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
-    """For your own file: about how many records it has, declared public (the true count is private)."""
+    """For your own file or folder: about how many records it has, declared public (the true count is private)."""
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
     method: MethodName = "datalens"
@@ -45,6 +47,8 @@ class TrainOptions:
     """Of training randomness only. Privacy noise comes from the operating system."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
+    chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
+    """How many teachers to work on at a time: less takes less memory, and changes no result."""
     resume: bool = False
     """Continue the run in --out after an interruption."""
     relation: Literal["add-remove", "replace-one"] = "add-remove"
@@ -133,8 +137,10 @@ class Settings:
 def options_as_dict(options: TrainOptions) -> dict[str, Any]:
     """What was asked for, as JSON; where it was run and how it was shown is left out."""
     fields = dataclasses.asdict(options)
-    for name in ("out", "resume", "json", "device"):
+    for name in ("out", "resume", "json", "device", "chunk"):
         fields.pop(name)
     if fields["data"] is not None and fields["data"].endswith(".npz"):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
+    if fields["data_folder"] is not None:
+        fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

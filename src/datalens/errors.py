@@ -6,6 +6,11 @@ class DatalensError(Exception):
 
     exit_code = 2
 
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class BudgetExceeded(DatalensError):
     """A release would cost more than the privacy budget holds. Nothing was released."""
@@ -15,3 +20,7 @@ class BudgetExceeded(DatalensError):
 
 class TamperedError(DatalensError):
     """A ledger or certificate is not what was written."""
+
+
+class SaidElsewhere(DatalensError):
+    """The process that leads the run says it: this one, another rank of it, ends with the same code and no word."""

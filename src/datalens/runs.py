@@ -3,7 +3,8 @@
 config.json      what was asked for and what is done
 ledger.jsonl     every charge, durable before its noise was drawn
 metrics.jsonl    for the owner: losses and the like are not covered by ε
-checkpoints/     teachers and student (mode 0600: teachers are made of records)
+checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
+                 (mode 0600: teachers are made of records)
 journal/         released values since the last checkpoint
 release/         generator, certificate, a copy of the ledger, a picture
 """
@@ -41,8 +42,14 @@ class Stateful(Protocol):
     def load_state(self, state: "dict[str, Tensor]") -> None: ...
 
 
-class LargeStateful(Stateful, Protocol):
+class Spread(Protocol):
+    """Teachers, on whichever ranks they are (see `crowd.Crowd`)."""
+
     def state_bytes(self) -> int: ...
+
+    def save(self, step: int) -> list[str]: ...
+
+    def restore(self, step: int, names: list[str]) -> None: ...
 
 
 class Run:
@@ -69,14 +76,13 @@ class Run:
         budget: Budget,
         schema: Schema,
         data_sha256: str,
+        launch: str | None = None,
     ) -> "Run":
-        """A new directory, written whole beside its place and then moved there; nothing existing is touched."""
-        if path.name in ("", ".."):
-            raise DatalensError(f"--out {path} is no folder of its own: give it a name")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            resumable = (path / "ledger.jsonl").exists()
-            advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
-            raise DatalensError(f"{path} exists already: {advice}")
+        """A new directory, written whole beside its place and then moved there; nothing existing is touched.
+
+        `launch`: which call of torchrun began it (see `distributed.launch`).
+        """
+        check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
@@ -88,6 +94,7 @@ class Run:
                 "settings": settings.as_dict(),
                 "schema": schema.as_dict(),
                 "data_sha256": data_sha256,  # of the records: private, like all of this file
+                "launch": launch,
             }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
             Ledger.create(draft / "ledger.jsonl", budget).close()
@@ -119,7 +126,7 @@ class Run:
         self.ledger.close()
         self._lock.close()
 
-    def steps(self, count: int, *, student: Stateful, teachers: LargeStateful) -> Iterator[int]:
+    def steps(self, count: int, *, student: Stateful, teachers: Spread) -> Iterator[int]:
         """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
 
         A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
@@ -147,47 +154,30 @@ class Run:
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _checkpoint(self, step: int, student: Stateful, teachers: LargeStateful) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+    def _checkpoint(self, step: int, student: Stateful, teachers: Spread) -> None:
+        """Every rank's teachers first; then, in one file, the student, the step and the names: that is what counts.
 
+        A kill at any moment leaves the old `latest` with its files, or the new one with its own.
+        """
         if teachers.state_bytes() > CHECKPOINT_BYTES:
             return
-        state = {f"student.{k}": v for k, v in student.state().items()}
-        state |= {f"teachers.{k}": v for k, v in teachers.state().items()}
-        draft = self.path / "checkpoints" / "latest.tmp"
-        draft.touch(mode=0o600)
-        try:
-            save_file({k: v.contiguous().cpu() for k, v in state.items()}, draft, metadata={"step": str(step)})
-        except SafetensorError as error:  # also what it makes of a full disk
-            draft.unlink(missing_ok=True)
-            raise DatalensError(
-                f"cannot write {draft} ({error}): free some space, then continue with --resume"
-            ) from error
-        draft.chmod(0o600)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, self.path / "checkpoints" / "latest.safetensors")
-        sync_directory(self.path / "checkpoints")  # before the journal forgets what this checkpoint holds
+        folder = self.path / "checkpoints"
+        names = teachers.save(step)
+        save_tensors(folder / LATEST, student.state(), {"step": str(step), "teachers": json.dumps(names)})
+        for path in folder.iterdir():
+            if path.name not in (LATEST, *names):
+                path.unlink()
         self.journal.forget_before(self.ledger, step=step)
 
-    def _restore(self, student: Stateful, teachers: Stateful) -> int:
-        from safetensors import SafetensorError, safe_open
-
-        path = self.path / "checkpoints" / "latest.safetensors"
+    def _restore(self, student: Stateful, teachers: Spread) -> int:
+        path = self.path / "checkpoints" / LATEST
         if not path.exists():
             return 0
-        try:
-            with safe_open(path, "pt") as file:
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-                step = int(file.metadata()["step"])
-            student.load_state({k.removeprefix("student."): v for k, v in state.items() if k.startswith("student.")})
-            teachers.load_state({k.removeprefix("teachers."): v for k, v in state.items() if k.startswith("teachers.")})
-        except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise DatalensError(
-                f"{path} is damaged ({type(error).__name__}): put a copy in its place, or delete it, and the steps "
-                "it held are asked (and charged) again"
-            ) from error
+        with _damage_explained(path):
+            state, facts = load_tensors(path)
+            step, names = int(facts["step"]), json.loads(facts["teachers"])
+            student.load_state(state)
+        teachers.restore(step, names)
         return step
 
     @contextlib.contextmanager
@@ -209,6 +199,89 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+LATEST = "latest.safetensors"
+
+
+def part_name(step: int, numbers: range) -> str:
+    """Of the file with the states of these teachers after so many steps."""
+    return f"teachers-{step}-{numbers[0]}-{numbers[-1]}.safetensors"
+
+
+def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]) -> None:
+    """The whole file or none of it, durably, and for the owner's eyes only."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    draft = path.with_suffix(".tmp")
+    draft.touch(mode=0o600)
+    try:
+        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, draft, metadata=facts)
+    except SafetensorError as error:  # also what it makes of a full disk
+        draft.unlink(missing_ok=True)
+        raise DatalensError(f"cannot write {draft} ({error}): free some space, then continue with --resume") from error
+    draft.chmod(0o600)
+    with open(draft, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no mapping)
+
+
+def load_part(folder: Path, names: list[str], *, step: int, numbers: range) -> "dict[str, Tensor]":
+    """The states of teachers `numbers`, from whichever files hold them: a run may go on with more or fewer ranks."""
+    import torch
+    from safetensors import safe_open
+
+    parts: dict[str, list[Tensor]] = {}
+    wanted = numbers.start
+    for name in names:  # in order of teachers
+        with _damage_explained(folder / name), safe_open(folder / name, "pt") as file:
+            facts = {key: int(value) for key, value in file.metadata().items()}
+            if facts["step"] != step:
+                raise ValueError(f"it is of step {facts['step']}, not {step}")
+            start, stop = max(wanted, facts["first"]), min(numbers.stop, facts["end"])
+            if start != wanted or start >= stop:
+                continue
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                rows = file.get_slice(key)
+                scalar = not rows.get_shape()
+                value = file.get_tensor(key) if scalar else rows[start - facts["first"] : stop - facts["first"]]
+                parts.setdefault(key, []).append(value)
+            wanted = stop
+    if wanted != numbers.stop:
+        raise DatalensError(f"{folder / LATEST} names no file with teacher {wanted}: {_WHAT_TO_DO}")
+    return {key: torch.cat(values) if values[0].dim() else values[0] for key, values in parts.items()}
+
+
+_WHAT_TO_DO = f"put a copy in its place, or delete {LATEST}, and the steps it held are asked (and charged) again"
+
+
+@contextlib.contextmanager
+def _damage_explained(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+        raise DatalensError(f"{path} is damaged ({type(error).__name__}): {_WHAT_TO_DO}") from error
+
+
+def check_vacant(path: Path) -> None:
+    """Whether a run may begin there."""
+    if path.name in ("", ".."):
+        raise DatalensError(f"--out {path} is no folder of its own: give it a name")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        resumable = (path / "ledger.jsonl").exists()
+        advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
+        raise DatalensError(f"{path} exists already: {advice}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

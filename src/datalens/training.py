@@ -1,138 +1,274 @@
-"""One training run from start to release: what `datalens train` and the reproduce harness both call."""
+"""One training run from start to release: what `datalens train` and the reproduce harness both call.
 
+Under torchrun every rank comes through here. All of them plan, from public facts, and compare; each reads the records
+of its own teachers; rank 0 has the run folder and leads, the others follow (see `crowd`).
+"""
+
+import contextlib
 import dataclasses
-import hashlib
 import math
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from datalens.config import Settings, TrainOptions, options_as_dict
 from datalens.datasets import formats
-from datalens.datasets.sources import Dataset
+from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import make_plan, warnings
-from datalens.privacy.ledger import json_number
+from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
-from datalens.runs import Run
+from datalens.runs import Run, check_vacant, read_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from datalens.crowd import Crowd
+    from datalens.distributed import World
+    from datalens.private.shares import Shares
+
+NEWS_SECONDS = 60.0  # a network file system may take this long to show a machine what another one has written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
+
+    options: dict[str, Any]
+    settings: Settings
+    schema: Schema
+    budget: Budget | None
+    begun: bool
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        from datalens.released.certificate import versions
+
+        facts: dict[str, Any] = {f"the version of {name}": versions()[name] for name in ("datalens", "torch")}
+        facts |= {"resume": self.begun, "the data set": self.schema.as_dict()}
+        facts |= {
+            name.replace("_", "-"): value for name, value in self.options.items()
+        }  # before what follows from them
+        facts |= {f"the setting {name}": value for name, value in self.settings.as_dict().items()}
+        return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
 
 
 def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any]:
-    """Train, or continue a run, and write its release. Returns the facts `--json` prints.
+    """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
     `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
     """
+    from datalens.distributed import World
+    from datalens.methods import datalens
+
     began = time.monotonic()
-    device = choose_device(options.device)
-    run = _continue(options, given) if options.resume else _start(options)
-    try:
-        settings, budget = run.settings, run.ledger.budget
-        private = math.isfinite(budget.epsilon) and not settings.noise_seeded
-        stamp = "" if private else " NOT PRIVATE."
-        noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g}"
-        say(
-            f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
-            f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
-            f"budget {budget.describe(budget.epsilon)}.{stamp}"
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(World.start(options.device))
+        job = world.together(lambda: _plan(options, given))
+        world.agree({"out": str(options.out), **job.facts()})
+        world.together(lambda: _check_ranks(job.settings, world))
+        run = world.together(lambda: _open(options, job) if world.leads else None)
+        if run is not None:
+            stack.callback(run.close)
+        shares = world.together(lambda: _read(job, world))  # what is broken is found before the run exists
+        data = _whole(shares, world)
+        if not job.begun:
+            run = world.together(lambda: _create(options, job, data) if world.leads else None)
+            if run is not None:
+                stack.callback(run.close)
+        world.together(lambda: _check_folder(options, job, data, wait=world.size > 1))
+        crowd = world.together(
+            lambda: datalens.make_crowd(
+                shares,
+                job.settings,
+                job.schema,
+                world=world,
+                folder=options.out / "checkpoints",
+                chunk=options.chunk,
+            )
         )
-        steps = _train_and_release(run, device)
-        spent = run.ledger.spent()
-        queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
-        lost = len(run.ledger.events) - steps
-        short = "" if run.interrupted or steps == settings.steps else f" of {settings.steps}"
-        wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost else ""
-        state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-        say(
-            f"{state} {steps}{short} steps{wasted}, spent {budget.describe(spent)}.{stamp} "
-            f"Pictures: {run.path / 'release' / 'samples.png'}"
-        )
-        return {
-            "run": str(run.path),
-            "method": settings.method,
-            "preset": settings.preset,
-            "epsilon": json_number(budget.epsilon),
-            "epsilon_spent": json_number(spent),
-            "delta": budget.delta,
-            "relation": budget.relation,
-            "accountant": budget.accountant,
-            "steps": steps,
-            "queries": queries,
-            "sigma": settings.sigma,
-            "seconds": round(time.monotonic() - began, 2),
-            "private": private,
-            "interrupted": run.interrupted,
-        }
-    finally:
-        run.close()
+        if run is None:
+            crowd.follow()
+            return {}
+        return _lead(run, crowd, world.device, began)
 
 
-def choose_device(name: str) -> "Any":
-    import torch
+def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dict[str, Any]:
+    settings, budget = run.settings, run.ledger.budget
+    private = math.isfinite(budget.epsilon) and not settings.noise_seeded
+    stamp = "" if private else " NOT PRIVATE."
+    noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g}"
+    say(
+        f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
+        f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
+        f"budget {budget.describe(budget.epsilon)}.{stamp}"
+    )
+    steps = _train_and_release(run, crowd, device)
+    spent = run.ledger.spent()
+    queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
+    lost = len(run.ledger.events) - steps
+    short = "" if run.interrupted or steps == settings.steps else f" of {settings.steps}"
+    wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost else ""
+    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
+    say(
+        f"{state} {steps}{short} steps{wasted}, spent {budget.describe(spent)}.{stamp} "
+        f"Pictures: {run.path / 'release' / 'samples.png'}"
+    )
+    return {
+        "run": str(run.path),
+        "method": settings.method,
+        "preset": settings.preset,
+        "epsilon": json_number(budget.epsilon),
+        "epsilon_spent": json_number(spent),
+        "delta": budget.delta,
+        "relation": budget.relation,
+        "accountant": budget.accountant,
+        "steps": steps,
+        "queries": queries,
+        "sigma": settings.sigma,
+        "seconds": round(time.monotonic() - began, 2),
+        "private": private,
+        "interrupted": run.interrupted,
+    }
 
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise DatalensError("no CUDA device is at hand: use --device cpu or auto")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+def choose_device(name: str) -> "torch.device":
+    from datalens import distributed
+
+    return distributed.choose_device(name)
 
 
-def _start(options: TrainOptions) -> Run:
+# --- on every rank --------------------------------------------------------------------------------
+
+
+def _plan(options: TrainOptions, given: set[str] | None) -> Job:
+    """What this rank would do, without a look at any record."""
+    if options.resume or _restarted(options):
+        return _as_begun(options, given)
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    if options.nominal_size is not None and not options.data.endswith(".npz"):
-        raise DatalensError("--nominal-size is for your own file: what a named data set holds is public")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size)
+    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
     budget, settings = make_plan(options, schema)
-    for line in warnings(budget, schema):
-        say(f"warning: {line}")
-    dataset = formats.load(options.data, nominal_size=options.nominal_size)  # found broken before the run exists
-    check_enough(len(dataset.images), settings.teachers)
-    return Run.create(
-        options.out,
-        options=options_as_dict(options),
-        settings=settings,
-        budget=budget,
-        schema=schema,
-        data_sha256=_fingerprint(dataset),
-    )
+    return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
 
 
-def _fingerprint(dataset: Dataset) -> str:
-    """Of all records: a resumed run must go on with the data it was begun with."""
-    digest = hashlib.sha256(dataset.images.tobytes())
-    digest.update(dataset.labels.tobytes())
-    return digest.hexdigest()
+def _restarted(options: TrainOptions) -> bool:
+    """Whether torchrun has started this process again, after the run it had begun broke off."""
+    from datalens.distributed import launch, restarted
+
+    exists = launch() is not None and (options.out / "config.json").is_file()
+    return exists and restarted(read_config(options.out).get("launch"))
 
 
-def _continue(options: TrainOptions, given: set[str] | None) -> Run:
+def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
     """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
-    run = Run.open(options.out)
-    begun, asked = run.config["options"], options_as_dict(options)
+    config = read_config(options.out)
+    begun, asked = config["options"], options_as_dict(options)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name, value in asked.items():
         named = getattr(options, name) != defaults[name] if given is None else name in given
         if named and value != begun.get(name):
-            run.close()
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
-    return run
+    return Job(
+        options=begun,
+        settings=Settings.from_dict(config["settings"]),
+        schema=Schema.from_dict(config["schema"]),
+        budget=None,
+        begun=True,
+    )
 
 
-def _train_and_release(run: Run, device: "Any") -> int:
+def _check_ranks(settings: Settings, world: "World") -> None:
+    if world.size > settings.teachers:
+        raise DatalensError(
+            f"{world.size} ranks are more than {settings.teachers} teachers: start at most {settings.teachers}, "
+            "or raise --teachers"
+        )
+
+
+def _read(job: Job, world: "World") -> "Shares":
+    """The records of this rank's teachers."""
+    from datalens.methods import datalens
+
+    records = formats.open_records(
+        job.options["data"], nominal_size=job.options["nominal_size"], folder=job.options.get("data_folder")
+    )
+    if records.schema != job.schema:
+        raise DatalensError(f"{job.options['data']} is not what this run was begun with: put it back, or start another")
+    return datalens.gather(records, job.settings, world=world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """All records, over all ranks. Private."""
+
+    count: int
+    fingerprint: int  # a resumed run must go on with the data it was begun with
+
+
+def _whole(shares: "Shares", world: "World") -> Data:
+    parts = [part.decode().split() for part in world.gather(f"{shares.count} {shares.fingerprint}".encode())]
+    count, fingerprint = (sum(int(part[i]) for part in parts) for i in (0, 1))
+    return Data(count=count, fingerprint=fingerprint % 2**256)
+
+
+def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) -> None:
+    """Every rank must see the one run folder, to keep its teachers' states there; and the data it was begun with."""
+    end = time.monotonic() + (NEWS_SECONDS if wait else 0.0)
+    while not (options.out / "config.json").is_file() and time.monotonic() < end:
+        time.sleep(0.05)
+    if not (options.out / "config.json").is_file():
+        raise DatalensError(f"{options.out} is not there: --out must lie on a file system that all machines share")
+    if read_config(options.out).get("data_sha256") != f"{data.fingerprint:064x}":
+        raise DatalensError(
+            f"{job.options['data']} is not what {options.out} was begun with: put it back, or start another run"
+        )
+
+
+# --- on rank 0 ------------------------------------------------------------------------------------
+
+
+def _open(options: TrainOptions, job: Job) -> Run | None:
+    """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
+    if job.begun:
+        return Run.open(options.out)
+    check_vacant(options.out)
+    assert job.budget is not None
+    for line in warnings(job.budget, job.schema):
+        say(f"warning: {line}")
+    return None
+
+
+def _create(options: TrainOptions, job: Job, data: Data) -> Run:
+    from datalens.distributed import launch
+
+    check_enough(data.count, job.settings.teachers)
+    assert job.budget is not None
+    return Run.create(
+        options.out,
+        options=job.options,
+        settings=job.settings,
+        budget=job.budget,
+        schema=job.schema,
+        data_sha256=f"{data.fingerprint:064x}",
+        launch=launch(),
+    )
+
+
+def _train_and_release(run: Run, crowd: "Crowd", device: "torch.device") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
     from datalens.privacy.noise import SecureNoise, SeededNoise
     from datalens.released.release import write_release
 
-    settings: Settings = run.settings
-    begun = run.config["options"]
-    noise_seed = begun["noise_seed"]
+    noise_seed = run.config["options"]["noise_seed"]
     noise = SecureNoise() if noise_seed is None else SeededNoise(noise_seed + len(run.ledger.events))
-    dataset = formats.load(begun["data"], nominal_size=begun["nominal_size"])
-    if dataset.schema != run.schema or _fingerprint(dataset) != run.config.get("data_sha256"):
-        raise DatalensError(f"{begun['data']} is not what {run.path} was begun with: put it back, or start another run")
-    student = datalens.train(run, dataset, settings, noise=noise, device=device)
+    student = datalens.train(run, crowd, run.settings, noise=noise, device=device)
+    crowd.dismiss()
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
-    write_release(run.path, student.generator, settings=settings, schema=run.schema, ledger=run.ledger)
+    write_release(run.path, student.generator, settings=run.settings, schema=run.schema, ledger=run.ledger)
     return run.completed

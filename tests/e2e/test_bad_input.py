@@ -601,9 +601,16 @@ def test_resume_with_a_damaged_config(datalens, copy, change, code, words):
 
 
 @pytest.mark.parametrize("size", [0, 5000])
-def test_resume_with_a_damaged_checkpoint(datalens, copy, size):
-    path = copy / "checkpoints" / "latest.safetensors"
+@pytest.mark.parametrize("name", ["latest", "teachers-3-0-19"])
+def test_resume_with_a_damaged_checkpoint(datalens, copy, name, size):
+    path = copy / "checkpoints" / f"{name}.safetensors"
     path.write_bytes(path.read_bytes()[:size])
+    assert str(path) in datalens("train", "--out", copy, "--resume").refused(after_start=True)
+
+
+def test_resume_without_the_teachers(datalens, copy):
+    path = copy / "checkpoints" / "teachers-3-0-19.safetensors"
+    path.unlink()
     assert str(path) in datalens("train", "--out", copy, "--resume").refused(after_start=True)
 
 

@@ -272,9 +272,10 @@ def test_inside_the_first_checkpoint(monkeypatch, train, datalens, run):
     assert charges(run) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("whole", [2, 3], ids=["teachers", "latest"])
 @pytest.mark.usefixtures("checkpoint_early")
-def test_inside_a_later_checkpoint(monkeypatch, train, datalens, run):
-    """The one before it is still there, and so are the values since."""
+def test_inside_a_later_checkpoint(monkeypatch, train, datalens, run, whole):
+    """The one before it is still there, and so are the values since. A checkpoint is two files: `whole` are written."""
     import safetensors.torch
 
     save, saved = safetensors.torch.save_file, 0
@@ -282,12 +283,13 @@ def test_inside_a_later_checkpoint(monkeypatch, train, datalens, run):
     def second_time(*args, **kwargs):
         nonlocal saved
         saved += 1
-        return save(*args, **kwargs) if saved == 1 else write_half(*args, **kwargs)
+        return save(*args, **kwargs) if saved <= whole else write_half(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", second_time)
         kill(train, *ROOMY)
     assert (run / "checkpoints" / "latest.safetensors").exists()
+    assert (run / "checkpoints" / "teachers-1-0-19.safetensors").exists()
     done = len(charges(run))
     assert journal(run) == list(range(1, done))
     finishes(train, datalens, run)

@@ -37,7 +37,9 @@ def test_files(trained):
         *("config.json", "ledger.jsonl", "metrics.jsonl", "checkpoints", "journal", "release", "lock")
     }
     assert {path.name for path in (trained / "release").iterdir()} == RELEASED
-    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"latest.safetensors"}
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {
+        *("latest.safetensors", "teachers-3-0-19.safetensors")
+    }
     assert list((trained / "journal").iterdir()) == []  # the checkpoint holds what they did
     assert list(trained.parent.iterdir()) == [trained]
 

@@ -8,18 +8,22 @@ Differs from the paper:
 - one event is charged per batch of m images, with sensitivity 2√(km): the same cost as m events of 2√k.
 """
 
+from pathlib import Path
+
 import torch
 
 from datalens.basis import Basis, make_basis
-from datalens.bounded.contributions import sum_bounded
 from datalens.bounded.topk_sign import TopKSign
 from datalens.config import Settings
-from datalens.datasets.sources import Dataset
+from datalens.crowd import Crowd
+from datalens.datasets.records import Records
+from datalens.datasets.schema import Schema
+from datalens.distributed import World
 from datalens.errors import BudgetExceeded
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import NoiseSource
 from datalens.private.networks import Network, Spectral, compact_network, paper_network
-from datalens.private.partition import balanced, hashed, record_keys
+from datalens.private.partition import Balanced, Hashed, Rule
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.released.decode import Decode
@@ -28,19 +32,9 @@ from datalens.released.student import Student
 from datalens.runs import Run
 
 
-def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource, device: torch.device) -> Student:
+def train(run: Run, crowd: Crowd, settings: Settings, *, noise: NoiseSource, device: torch.device) -> Student:
     """Algorithm 1. Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
-    s, schema = settings, dataset.schema
-    basis = make_basis(s.basis, schema.shape, s.basis_size)
-    network = make_network(s, basis, len(schema.classes))
-    teachers = Teachers(
-        network,
-        make_shares(dataset, network, s, device),
-        batch=s.batch,
-        learning_rate=s.teacher_rate,
-        weight_decay=s.teacher_weight_decay,
-        seed=s.seed,
-    )
+    s, schema = settings, run.schema
     student = Student(
         dcgan_architecture(schema.shape, len(schema.classes), latent=s.latent, latent_law=s.latent_law),
         batch=s.batch,
@@ -51,16 +45,17 @@ def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource,
         seed=s.seed,
         device=device,
     )
-    compress = TopKSign(k=s.k, clip=s.clip, quantise=s.compress != "topk", seed=s.seed)
     mechanism = GaussianSum(sigma=s.sigma, noise=noise)
-    decode = Decode(rule=s.decode, beta=s.beta, teachers=s.teachers, basis=basis)
+    decode = Decode(
+        rule=s.decode, beta=s.beta, teachers=s.teachers, basis=make_basis(s.basis, schema.shape, s.basis_size)
+    )
 
-    for step in run.steps(s.steps, student=student, teachers=teachers):
+    for step in run.steps(s.steps, student=student, teachers=crowd):
         fakes = student.generate(step)
-        loss = teachers.fit_step(fakes, step=step, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
+        loss = crowd.fit_step(fakes, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
         noisy = run.journal.find(run.ledger, step=step)  # paid for before an interruption: not asked again
         if noisy is None:
-            votes = sum_bounded(map(compress, teachers.image_gradients(fakes, step=step)))
+            votes = crowd.votes(fakes)
             try:
                 noisy = mechanism.release(votes, run.ledger, step=step)
             except BudgetExceeded:
@@ -71,20 +66,38 @@ def train(run: Run, dataset: Dataset, settings: Settings, *, noise: NoiseSource,
     return student
 
 
+def gather(records: Records, settings: Settings, *, world: World) -> Shares:
+    """Every record into exactly one share; this rank keeps those of its teachers, as the features they see."""
+    s, schema = settings, records.schema
+    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
+    salt = f"datalens shares, seed {s.seed}".encode()
+    rule: Rule = Balanced(teachers=s.teachers) if s.shares == "balanced" else Hashed(teachers=s.teachers, salt=salt)
+    return Shares.gather(
+        records, rule, numbers=world.numbers(s.teachers), features=network.record_features, device=world.device
+    )
+
+
+def make_crowd(
+    shares: Shares, settings: Settings, schema: Schema, *, world: World, folder: Path, chunk: int | None = None
+) -> Crowd:
+    """The teachers of this rank, and the way to those of all ranks; states are kept in `folder`."""
+    s = settings
+    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
+    mine = Teachers(
+        network,
+        shares,
+        batch=s.batch,
+        learning_rate=s.teacher_rate,
+        weight_decay=s.teacher_weight_decay,
+        seed=s.seed,
+        chunk=chunk,
+    )
+    compress = TopKSign(k=s.k, clip=s.clip, quantise=s.compress != "topk", seed=s.seed)
+    return Crowd(mine, compress, world=world, count=s.teachers, shape=(s.batch, *schema.shape), folder=folder)
+
+
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:
     if settings.network == "spectral":
         return Spectral(basis=basis, classes=classes, hidden=settings.hidden)
     make = paper_network if settings.network == "paper" else compact_network
     return make(basis, classes, hidden=settings.hidden)
-
-
-def make_shares(dataset: Dataset, network: Network, settings: Settings, device: torch.device) -> Shares:
-    """Every record into exactly one share, then onto the device as the features the teachers see."""
-    if settings.shares == "balanced":
-        partition = balanced(len(dataset.images), teachers=settings.teachers)
-    else:
-        salt = f"datalens shares, seed {settings.seed}".encode()
-        partition = hashed(record_keys(dataset.images, dataset.ids), teachers=settings.teachers, salt=salt)
-    parts = torch.from_numpy(dataset.images).split(10_000)
-    features = torch.cat([network.record_features(part.to(device)) for part in parts])
-    return Shares(features, torch.from_numpy(dataset.labels).to(device), partition)

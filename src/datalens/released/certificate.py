@@ -34,7 +34,7 @@ NOT_COVERED = (
 def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
     """Everything a sceptic needs, from released and public values only."""
     certificate = _contents(settings, schema, ledger.budget, ledger.events)
-    certificate |= {"versions": _versions(), "sha256": sha256}
+    certificate |= {"versions": versions(), "sha256": sha256}
     certificate["sha256"] = {**sha256, "certificate": _own_hash(certificate)}
     return certificate
 
@@ -201,7 +201,7 @@ def _own_hash(certificate: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json({**certificate, "sha256": others})).hexdigest()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {}
     for package in ("datalens", "torch", "numpy", "scipy"):
         try:

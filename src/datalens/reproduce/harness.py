@@ -15,6 +15,7 @@ from typing import Any
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError
 from datalens.progress import say
+from datalens.reproduce import runtime
 from datalens.runs import write_atomically
 
 
@@ -60,14 +61,16 @@ def tables() -> dict[str, Table]:
 
 
 def listing() -> dict[str, str]:
-    return {name: table.title for name, table in tables().items()}
+    return {name: table.title for name, table in tables().items()} | {"runtime": runtime.TITLE}
 
 
 def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
     """Run what is missing, then write the table. Returns where everything is."""
     known = tables()
+    if name == "runtime":
+        return runtime.reproduce(full=full, out=out, device=device)
     if name not in known:
-        raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(known)}")
+        raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(listing())}")
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     cells = table.cells(full)
@@ -89,7 +92,7 @@ def _finished(path: Path, cell: Cell) -> bool:
 
 
 def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str, Any]:
-    from datalens.datasets import sources
+    from datalens.datasets import formats
     from datalens.evaluate.utility import evaluate
     from datalens.released.certificate import check_release
     from datalens.released.release import sample
@@ -103,8 +106,10 @@ def _run_cell(cell: Cell, scoring: Scoring, run: Path, device: str) -> dict[str,
     problems = check_release(run / "release").problems
     if problems:
         raise DatalensError(f"{run}: {problems[0]}")
-    real, test = sources.load(cell.options["data"], "train"), sources.load(cell.options["data"], "test")
     synthetic = sample(run / "release", count=scoring.count, seed=0)
+    data, folder = cell.options["data"], cell.options.get("data_folder")
+    real = formats.load_some(data, most=scoring.count, folder=folder)
+    test = formats.load(data, "test", folder=folder)
     score = evaluate(
         synthetic,
         real.images,
