@@ -8,7 +8,7 @@ import pytest
 
 from datalens.errors import DatalensError
 from datalens.released.certificate import check_release
-from datalens.reproduce import harness, table1
+from datalens.reproduce import harness, runtime, table1
 from datalens.reproduce.harness import Cell, Scoring, Table
 
 
@@ -70,3 +70,26 @@ def test_table1_is_the_papers() -> None:
     quick = [cell for cell in table1.cells(full=False) if cell.column == "DataLens"]
     assert all(cell.options is not None and cell.options["teachers"] == 100 for cell in quick)
     assert "100" in table1.note(full=False)  # the smaller size is said where the figures are
+
+
+def test_runtime_times_real_runs_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "DATA", "digits")
+    monkeypatch.setattr(runtime, "STEPS", 3)
+    wanted = [{"network": "spectral", "teachers": 20}, {"network": "compact", "teachers": 4}]
+    monkeypatch.setattr(runtime, "cells", lambda full: wanted)
+    result = harness.reproduce("runtime", full=False, out=tmp_path, device="cpu")
+    assert [row["teachers"] for row in result["rows"]] == [20, 4]
+    assert all(0 < row["seconds_per_epoch"] < 60 and row["epochs"] == 2 for row in result["rows"])
+    assert all(row["paper"] is None for row in result["rows"])  # the paper's seconds are for the paper's teachers
+    assert Path(result["plot"]).stat().st_size > 1000
+    assert "| spectral | 20 | — |" in Path(result["markdown"]).read_text(encoding="utf-8")
+    for run in (tmp_path / "runtime-quick" / "runs").iterdir():
+        assert check_release(run / "release").problems == ()
+    monkeypatch.setattr(runtime, "_run", lambda *_: pytest.fail("a finished cell was run again"))
+    assert harness.reproduce("runtime", full=False, out=tmp_path, device="cpu")["rows"] == result["rows"]
+
+
+def test_runtime_full_is_the_papers() -> None:
+    full = runtime.cells(True)
+    assert [cell["teachers"] for cell in full if cell["network"] == "paper"] == [2000, 4000]
+    assert runtime.PAPER == {2000: 149.92, 4000: 322.17}
