@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow check clean
+.PHONY: help demo test test-slow faults mutation check clean
 help:
 	@echo "make demo       train on MNIST at epsilon 1, sample, evaluate, verify"
 	@echo "make test       all checks and all fast tests"
 	@echo "make test-slow  tests that take minutes or need the network"
+	@echo "make faults     200 injected faults: crashes, full disks, second writers"
+	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
 	@echo "make check      ruff, mypy, import contracts"
 
 $(STAMP): pyproject.toml
@@ -42,6 +44,12 @@ test: check
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
+
+faults: $(STAMP)
+	$(BIN)/python tests/e2e/faults.py --faults 200
+
+mutation: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py
 
 clean:
 	rm -rf $(VENV) runs build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

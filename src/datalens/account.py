@@ -9,9 +9,10 @@ from datalens.privacy.accountant import (
     AccountantName,
     calibrate_sigma,
     calibrate_steps,
-    exact_epsilon,
-    rdp_epsilon,
+    side_by_side,
+    topagg_event,
 )
+from datalens.privacy.events import NoiseLaw
 from datalens.privacy.ledger import json_number
 
 
@@ -23,6 +24,7 @@ def account(
     delta: float,
     epsilon: float | None,
     accountant: AccountantName,
+    noise: NoiseLaw = "gaussian",
 ) -> dict[str, Any]:
     """ε of `queries` single-image queries of sensitivity 2√k; or solve for the one that is None."""
     if not 0 < delta < 1:
@@ -31,43 +33,52 @@ def account(
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise DatalensError(f"--{name} must be a finite number above 0, not {value:g}")
     if epsilon is not None:
-        k, sigma, queries = _solve(k, sigma, queries, epsilon, delta, Accountant(name=accountant))
+        k, sigma, queries = _solve(k, sigma, queries, epsilon, delta, Accountant(name=accountant), noise)
     if k is None or sigma is None or queries is None:
         raise DatalensError("give --k, --sigma and --queries; or --epsilon and two of the three to solve for the last")
-    mu = 2 * math.sqrt(k * queries) / sigma
-    mu_squared = mu * mu
+    event = topagg_event(sensitivity=2 * math.sqrt(k), sigma=min(sigma, 1e140), law=noise)
+    prices = side_by_side([(event, queries)], delta)
     return {
-        "epsilon_exact": json_number(exact_epsilon(mu_squared, delta)),
-        "epsilon_rdp": json_number(rdp_epsilon(mu_squared, delta)),
+        "epsilon_exact": _number(prices["exact"]),
+        "epsilon_rdp": _number(prices["rdp"]),
+        "epsilon_rdp_improved": _number(prices["rdp-improved"]),
+        "epsilon_pld": _number(prices["pld"]),
         "delta": delta,
         "relation": "add-remove",
-        "mu": json_number(mu),
+        "mu": json_number(2 * math.sqrt(k * queries) / sigma),
         "queries": queries,
         "sigma": sigma,
         "k": k,
+        "noise": noise,
+        "unpriced": {name: price for name, price in prices.items() if isinstance(price, str)},
     }
 
 
+def _number(price: float | str) -> float | str | None:
+    """As JSON has it; None where an accountant has no price."""
+    return None if isinstance(price, str) else json_number(price)
+
+
 def _solve(
-    k: int | None, sigma: float | None, queries: int | None, epsilon: float, delta: float, accountant: Accountant
+    k: int | None,
+    sigma: float | None,
+    queries: int | None,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    noise: NoiseLaw,
 ) -> tuple[int, float, int]:
+    goal: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "law": noise}
     match k, sigma, queries:
         case None, float() | int(), int():
             # The cost depends on k·queries only: so many queries of k = 1, shared out.
-            k = (
-                calibrate_steps(sensitivity=2.0, sigma=sigma, epsilon=epsilon, delta=delta, accountant=accountant)
-                // queries
-            )
+            k = calibrate_steps(sensitivity=2.0, sigma=sigma, **goal) // queries
             if k == 0:
                 raise DatalensError(f"not even k = 1 fits: raise --sigma or --epsilon, or lower --queries {queries}")
         case int(), None, int():
-            sigma = calibrate_sigma(
-                sensitivity=2 * math.sqrt(k), steps=queries, epsilon=epsilon, delta=delta, accountant=accountant
-            )
+            sigma = calibrate_sigma(sensitivity=2 * math.sqrt(k), steps=queries, **goal)
         case int(), float() | int(), None:
-            queries = calibrate_steps(
-                sensitivity=2 * math.sqrt(k), sigma=sigma, epsilon=epsilon, delta=delta, accountant=accountant
-            )
+            queries = calibrate_steps(sensitivity=2 * math.sqrt(k), sigma=sigma, **goal)
             if queries == 0:
                 raise DatalensError("not even one query fits: raise --sigma or --epsilon, or lower --k")
         case _:

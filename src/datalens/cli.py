@@ -1,18 +1,22 @@
 """The command line: one thin subcommand per verb. Progress and messages go to stderr, results to stdout."""
 
+import dataclasses
 import json as json_module
 import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError, SaidElsewhere, TamperedError
+
+if TYPE_CHECKING:
+    from datalens.released.synthetic import SyntheticDataset
 
 Json = Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")]
 EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
@@ -68,8 +72,10 @@ class Account:
     delta: float = 1e-5
     epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """The budget to solve for."""
-    accountant: Literal["exact", "rdp"] = "exact"
-    """Whose ε to solve for; both are always shown."""
+    accountant: Literal["exact", "rdp", "rdp-improved", "pld"] = "exact"
+    """Whose ε to solve for; all are always shown."""
+    noise: Literal["gaussian", "discrete-gaussian"] = "gaussian"
+    """discrete-gaussian: what `train` uses where OpenDP is installed; it costs a little more where σ is small."""
     json: Json = False
 
 
@@ -115,6 +121,68 @@ class Reproduce:
     json: Json = False
 
 
+_Epsilon = Annotated[float, arg(help="The claim under attack.")]
+_Delta = Annotated[float, arg(help="The bound on ε is at this δ too.")]
+_Relation = Annotated[Literal["add-remove", "replace-one"], arg(help="Neighbouring data sets.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditMechanism:
+    """Attack the noise itself: one teacher's votes, all flipped or not, thousands of releases. No data is read."""
+
+    epsilon: _Epsilon = 1.0
+    delta: _Delta = 1e-5
+    relation: _Relation = "add-remove"
+    accountant: Literal["exact", "rdp", "rdp-improved", "pld"] = "exact"
+    """Whose price is the claim."""
+    noise: Literal["all", "discrete-gaussian", "gaussian"] = "all"
+    """Which law; all that work here unless one is named."""
+    trials: int = 10_000
+    """Releases in each of the two worlds."""
+    releases: int = 4
+    """Audit a composition of so many, too, at the same total cost."""
+    k: int = 8
+    """Coordinates a teacher votes on, per image."""
+    images: int = 4
+    """Synthetic images in a release."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditEndToEnd:
+    """Attack whole training runs: a canary in a worst-case share, in or out. Many tiny runs on made-up records."""
+
+    epsilon: _Epsilon = 4.0
+    delta: _Delta = 1e-5
+    relation: _Relation = "add-remove"
+    runs: int = 500
+    """Runs in each of the two worlds."""
+    canaries: int = 1000
+    """Canaries of the one-run audit."""
+    steps: int = 2
+    """Steps of each run."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditAttacks:
+    """Attack a synthetic set: membership and copies. For the owner: the result is not covered by ε."""
+
+    synthetic: Positional[Path]
+    """A run or release folder, or a file written by `datalens sample`."""
+    data: str
+    """The real data set it was made from; its test split is held out."""
+    data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where a named data set lies that cannot be downloaded."""
+    count: int = 10_000
+    """Synthetic images to attack, when a run is given."""
+    records: int = 60_000
+    """Real images of each kind to use, at most."""
+    shadows: int = 0
+    """Train so many models of our own, with the options of the run, for a sharper attack."""
+    json: Json = False
+
+
 Data = Annotated[DataList, subcommand("list")] | Annotated[DataGet, subcommand("get")]
 
 
@@ -125,12 +193,27 @@ class DataCommand:
     action: Data
 
 
+Audit = (
+    Annotated[AuditMechanism, subcommand("mechanism")]
+    | Annotated[AuditEndToEnd, subcommand("end-to-end")]
+    | Annotated[AuditAttacks, subcommand("attacks")]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditCommand:
+    """Try to prove the claimed ε wrong. Exit code 1 if that works, or if a deliberately broken twin is not caught."""
+
+    action: Audit
+
+
 Command = (
     Annotated[TrainOptions, subcommand("train")]
     | Annotated[Sample, subcommand("sample")]
     | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Account, subcommand("account")]
     | Annotated[Verify, subcommand("verify")]
+    | Annotated[AuditCommand, subcommand("audit")]
     | Annotated[DataCommand, subcommand("data")]
     | Annotated[Reproduce, subcommand("reproduce")]
 )
@@ -195,6 +278,12 @@ def _run(command: Any, given: set[str]) -> int:
             return _account(command)
         case Verify():
             return _verify(command)
+        case AuditCommand(action=AuditMechanism() as action):
+            return _audit_mechanism(action)
+        case AuditCommand(action=AuditEndToEnd() as action):
+            return _audit_end_to_end(action)
+        case AuditCommand(action=AuditAttacks() as action):
+            return _audit_attacks(action)
         case DataCommand(action=DataList() as action):
             return _data_list(action)
         case DataCommand(action=DataGet() as action):
@@ -226,6 +315,16 @@ def _release_of(path: Path) -> Path:
     raise DatalensError(f"{path} is not a run or a release: expected a folder made by `datalens train`")
 
 
+def _synthetic_of(path: Path, count: int) -> "SyntheticDataset":
+    """So many images from a run or a release, or all that a file or folder holds."""
+    from datalens.released import synthetic
+    from datalens.released.release import sample
+
+    if path.is_dir() and ((path / "ledger.jsonl").is_file() or (path / "release").is_dir()):
+        return sample(_release_of(path), count=count, seed=0)
+    return synthetic.load(path)
+
+
 def _train(command: TrainOptions, given: set[str]) -> int:
     from datalens.training import train
 
@@ -252,16 +351,10 @@ def _sample(command: Sample) -> int:
 def _evaluate(command: Evaluate) -> int:
     from datalens.datasets import formats
     from datalens.evaluate import utility
-    from datalens.released import synthetic
-    from datalens.released.release import sample
     from datalens.training import choose_device
 
     test = formats.load(command.data, "test", folder=command.data_folder)
-    path = command.synthetic
-    if path.is_dir() and ((path / "ledger.jsonl").is_file() or (path / "release").is_dir()):
-        dataset = sample(_release_of(path), count=command.count, seed=0)
-    else:
-        dataset = synthetic.load(path)
+    dataset = _synthetic_of(command.synthetic, command.count)
     real = formats.load_some(command.data, most=len(dataset.images), folder=command.data_folder)
     result = utility.evaluate(
         dataset,
@@ -295,14 +388,83 @@ def _account(command: Account) -> int:
         delta=command.delta,
         epsilon=command.epsilon,
         accountant=command.accountant,
+        noise=command.noise,
     )
     lines = [
-        f"{result['queries']} queries, k = {result['k']}, σ = {result['sigma']:g} (μ = {float(result['mu']):.6g}):",
-        f"  ε = {float(result['epsilon_exact']):.6g} (δ = {result['delta']:g}, add-remove, exact accountant)",
-        f"  ε = {float(result['epsilon_rdp']):.6g} (δ = {result['delta']:g}, add-remove, the paper's rdp accountant)",
+        f"{result['queries']} queries, k = {result['k']}, σ = {result['sigma']:g} (μ = {float(result['mu']):.6g}), "
+        f"{result['noise']} noise:"
     ]
+    for name, accountant in (
+        ("exact", "exact accountant"),
+        ("rdp-improved", "rdp-improved accountant"),
+        ("rdp", "the paper's rdp accountant"),
+        ("pld", "pld accountant"),
+    ):
+        price = result[f"epsilon_{name.replace('-', '_')}"]
+        lines.append(
+            f"  no ε by the {accountant.removeprefix('the ')}: {result['unpriced'][name]}"
+            if price is None
+            else f"  ε = {float(price):.6g} (δ = {result['delta']:g}, add-remove, {accountant})"
+        )
     _show(result, lines, json=command.json)
     return 0
+
+
+def _audit_mechanism(command: AuditMechanism) -> int:
+    from datalens.evaluate import audit
+    from datalens.privacy.audit import Plan
+
+    plan = Plan(
+        epsilon=command.epsilon,
+        delta=command.delta,
+        relation=command.relation,
+        accountant=command.accountant,
+        trials=command.trials,
+        k=command.k,
+        images=command.images,
+    )
+    if command.releases < 1:
+        raise DatalensError(f"--releases must be at least 1, not {command.releases}")
+    laws = audit.laws() if command.noise == "all" else (command.noise,)
+    result = audit.mechanism_report(plan, laws, releases=command.releases)
+    return _audited(result, audit.report_lines(result), json=command.json)
+
+
+def _audit_end_to_end(command: AuditEndToEnd) -> int:
+    from datalens.evaluate import audit
+
+    result = audit.end_to_end_report(
+        audit.Question(
+            epsilon=command.epsilon,
+            delta=command.delta,
+            relation=command.relation,
+            runs=command.runs,
+            canaries=command.canaries,
+            steps=command.steps,
+        )
+    )
+    return _audited(result, audit.report_lines(result), json=command.json)
+
+
+def _audit_attacks(command: AuditAttacks) -> int:
+    from datalens.datasets import formats
+    from datalens.evaluate import attacks
+
+    if command.records < 1:
+        raise DatalensError(f"--records must be at least 1, not {command.records}")
+    dataset = _synthetic_of(command.synthetic, command.count)
+    training = formats.load_some(command.data, most=command.records, folder=command.data_folder)
+    held_out = formats.load(command.data, "test", folder=command.data_folder)
+    shadows = None
+    if command.shadows:
+        shadows = attacks.shadows_of(command.synthetic, training, held_out, dataset, count=command.shadows)
+    result = attacks.report(dataset, training, held_out, shadows=shadows)
+    return _audited(result, attacks.report_lines(result), json=command.json)
+
+
+def _audited(result: dict[str, Any], lines: list[str], *, json: bool) -> int:
+    _show(result, lines, json=json)
+    return 0 if result["ok"] else EXIT_REFUSED
 
 
 def _verify(command: Verify) -> int:
@@ -316,7 +478,7 @@ def _verify(command: Verify) -> int:
     except (TamperedError, UnpriceableEvent) as error:
         _show({"ok": False, "problems": [str(error)]}, [f"the certificate does NOT stand: {error}"], json=command.json)
         return EXIT_REFUSED
-    problems = list(found.problems)
+    problems, prices = list(found.problems), found.spent_by()
     own = command.run / LEDGER
     if release != command.run and own.is_file() and own.read_bytes() != (release / LEDGER).read_bytes():
         problems.append("the run's ledger has charges the release does not state: finish the run with --resume")
@@ -327,8 +489,10 @@ def _verify(command: Verify) -> int:
         "delta": found.budget.delta,
         "relation": found.budget.relation,
         "accountant": found.budget.accountant,
-        "epsilon_spent_exact": json_number(found.spent_by["exact"]),
-        "epsilon_spent_rdp": json_number(found.spent_by["rdp"]),
+        **{
+            f"epsilon_spent_{name.replace('-', '_')}": None if isinstance(price, str) else json_number(price)
+            for name, price in prices.items()
+        },
         "events": found.events,
         "private": found.private,
         "problems": problems,
@@ -338,6 +502,11 @@ def _verify(command: Verify) -> int:
     spent = found.budget.describe(found.spent)
     lines = [verdict, *(f"  {p}" for p in problems)]
     lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
+    lines.append("  The same ledger by the other accountants:")
+    for name, price in prices.items():
+        if name != found.budget.accountant:
+            other = dataclasses.replace(found.budget, accountant=name)
+            lines.append(f"    {name}: {price}" if isinstance(price, str) else f"    {other.describe(price)}.{stamp}")
     _show(fields, lines, json=command.json)
     return EXIT_REFUSED if problems else 0
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 
@@ -12,6 +12,7 @@ from datalens.errors import DatalensError
 
 MethodName = Literal["datalens", "datalens-paper"]
 CompressName = Literal["topk-sign", "sign", "topk"]
+NoiseName = Literal["discrete-gaussian", "gaussian"]
 
 _FROM_PRESET = "(default: from the preset)"
 _WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
@@ -54,9 +55,15 @@ class TrainOptions:
     relation: Literal["add-remove", "replace-one"] = "add-remove"
     """Neighbouring data sets: one record present or absent, or one record replaced."""
     accountant: Annotated[
-        Literal["exact", "rdp"] | None, arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)")
+        Literal["exact", "rdp", "rdp-improved", "pld"] | None,
+        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
     ] = None
-    """exact: the true cost of Gaussian noise. rdp: the paper's bound on it."""
+    """exact: the true cost of Gaussian noise. rdp: the paper's bound on it; rdp-improved: with a better conversion.
+    pld: by dp-accounting, where that is installed."""
+    noise: Annotated[
+        NoiseName | None, arg(help_behavior_hint="(default: discrete-gaussian where OpenDP is installed)")
+    ] = None
+    """discrete-gaussian: whole numbers, sampled exactly by OpenDP. gaussian: from float64, rounded for whole votes."""
     teachers: _WholeNumber = None
     """Number of teachers, each on its own share of the records."""
     balanced: bool = False
@@ -122,16 +129,34 @@ class Settings:
     balanced_labels: bool
     latent: int
     latent_law: Literal["normal", "uniform"]
+    noise: NoiseName = "gaussian"  # runs of before there was a choice
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
+        """From JSON, which anybody may have edited: what does not fit is said here, not found out in mid-run."""
         try:
-            return cls(**fields)
+            settings = cls(**fields)
         except TypeError as error:
             raise DatalensError(f"these settings are not of this version of datalens: {error}") from error
+        for name, kind in get_type_hints(cls).items():
+            value = getattr(settings, name)
+            if not _fits(value, kind, smallest=None if name == "seed" else 1 if kind is int else 0):
+                raise DatalensError(f"the setting {name} cannot be {str(value)[:40]!r}")
+        return settings
+
+
+def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
+    """Whether a value read from JSON is one of the field's type, and of a size that means something."""
+    if kind is int:
+        return type(value) is int and (smallest is None or smallest <= value < 2**62)
+    if kind is float:
+        return type(value) in (int, float) and (smallest is None or smallest <= value < 1e300)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    return type(value) is kind
 
 
 def options_as_dict(options: TrainOptions) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import math
 from typing import Any
 
-from datalens.config import Settings, TrainOptions
+from datalens.config import NoiseName, Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.presets import HIDDEN, preset
 from datalens.privacy.accountant import calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
+from datalens.privacy.noise import opendp_installed
 
 _OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
@@ -39,10 +40,13 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
-    _check(values, schema)
+    check_settings(values, schema)
     if values["compress"] == "sign":
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
+    values["noise"] = _law(options, values)
     values["sigma"], values["steps"] = _noise_and_steps(values, asked, budget)
+    if values["sigma"] == 0:
+        values["noise"] = "gaussian"  # of width 0
     if values.get("beta") is None:
         values["beta"] = 0.75 * values["sigma"] / values["teachers"]
     return budget, Settings(
@@ -88,12 +92,28 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         values["beta"] = None  # the printed β belongs to the printed σ and N
 
 
+def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
+    """Exact whole-number noise wherever it can be had."""
+    if options.noise == "discrete-gaussian":
+        if values["compress"] == "topk":
+            raise DatalensError("--compress topk sums real numbers, which discrete noise does not fit: leave one out")
+        if options.noise_seed is not None:
+            raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
+        if not opendp_installed():
+            raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
+    if options.noise is not None:
+        return options.noise
+    exact = values["compress"] != "topk" and options.noise_seed is None and opendp_installed()
+    return "discrete-gaussian" if exact else "gaussian"
+
+
 def _noise_and_steps(values: dict[str, Any], asked: dict[str, Any], budget: Budget) -> tuple[float, int]:
     """σ for the given steps, or steps for the given σ. What was asked for wins over the preset."""
     sensitivity = 2 * math.sqrt(values["k"] * values["batch"])  # DataLens, Lemma 1, over a batch
     sigma = asked.get("sigma", None if "steps" in asked else values.get("sigma"))
     steps = asked.get("steps", values["steps"] if sigma is None else None)
     goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
+    goal |= {"law": values["noise"], "coordinates": values["batch"] * values["basis_size"]}
     if math.isinf(budget.epsilon):
         return asked.get("sigma", 0.0), asked.get("steps", values["steps"])
     if sigma == 0:
@@ -115,7 +135,8 @@ def _noise_and_steps(values: dict[str, Any], asked: dict[str, Any], budget: Budg
     return sigma, steps or affordable
 
 
-def _check(values: dict[str, Any], schema: Schema) -> None:
+def check_settings(values: dict[str, Any], schema: Schema) -> None:
+    """What no run can be done with; also asked when one goes on, since its config.json may have been edited."""
     for name in ("basis_size", "teachers", "k", "steps", "teacher_steps", "batch"):
         if values[name] < 1:
             raise DatalensError(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")

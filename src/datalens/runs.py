@@ -1,10 +1,12 @@
 """A run directory: everything about one training run, and in it `release/`, the part that may leave.
 
+All but `release/` is private: folders have mode 0700, files 0600.
+
 config.json      what was asked for and what is done
 ledger.jsonl     every charge, durable before its noise was drawn
 metrics.jsonl    for the owner: losses and the like are not covered by ε
 checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
-                 (mode 0600: teachers are made of records)
+                 (teachers are made of records: whoever has them has something of every record)
 journal/         released values since the last checkpoint
 release/         generator, certificate, a copy of the ledger, a picture
 """
@@ -24,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from datalens.config import Settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.privacy.journal import Journal
+from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.progress import bar
 
@@ -98,6 +100,8 @@ class Run:
             }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
             Ledger.create(draft / "ledger.jsonl", budget).close()
+            for file in (draft / "config.json", draft / "ledger.jsonl"):
+                file.chmod(0o600)  # the ledger's copy in release/ is the one to hand on
             os.replace(draft, path)
             sync_directory(path.parent)
         except BaseException:
@@ -108,7 +112,7 @@ class Run:
     @classmethod
     def open(cls, path: Path) -> "Run":
         config = read_config(path)
-        lock = open(path / "lock", "wb")  # noqa: SIM115
+        lock = open(path / "lock", "wb", opener=for_the_owner)  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,7 +155,7 @@ class Run:
     def log(self, step: int, **values: float) -> None:
         """One line for the owner. Private: losses are not covered by ε."""
         line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(self.ledger.spent()), **values}
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_the_owner) as file:
             file.write(json.dumps(line) + "\n")
 
     def _checkpoint(self, step: int, student: Stateful, teachers: Spread) -> None:
@@ -290,9 +294,15 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         Schema.from_dict(config["schema"])
-        if not {"data", "nominal_size", "noise_seed"} <= set(config["options"]) or "settings" not in config:
+        options = config["options"]
+        if not {"data", "nominal_size", "noise_seed"} <= set(options) or "settings" not in config:
             raise ValueError("fields are missing")
-    except (ValueError, KeyError, TypeError) as error:
+        numbers = [options[name] for name in ("nominal_size", "noise_seed") if options[name] is not None]
+        if not isinstance(options["data"], str) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+            raise ValueError("data must be a name, nominal_size and noise_seed whole numbers")
+        if not isinstance(options.get("data_folder"), str | None):
+            raise ValueError("data_folder must be a path")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DatalensError(f"{path / 'config.json'} is damaged ({error})") from error
     return config
 

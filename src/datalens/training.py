@@ -15,7 +15,7 @@ from datalens.config import Settings, TrainOptions, options_as_dict
 from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import make_plan, warnings
+from datalens.plan import check_settings, make_plan, warnings
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
@@ -98,7 +98,7 @@ def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dic
     settings, budget = run.settings, run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
     stamp = "" if private else " NOT PRIVATE."
-    noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g}"
+    noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g} ({_law(settings)})"
     say(
         f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
         f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
@@ -127,6 +127,7 @@ def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dic
         "steps": steps,
         "queries": queries,
         "sigma": settings.sigma,
+        "noise": settings.noise,
         "seconds": round(time.monotonic() - began, 2),
         "private": private,
         "interrupted": run.interrupted,
@@ -172,13 +173,9 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
-    return Job(
-        options=begun,
-        settings=Settings.from_dict(config["settings"]),
-        schema=Schema.from_dict(config["schema"]),
-        budget=None,
-        begun=True,
-    )
+    settings, schema = Settings.from_dict(config["settings"]), Schema.from_dict(config["schema"])
+    check_settings(settings.as_dict(), schema)
+    return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)
 
 
 def _check_ranks(settings: Settings, world: "World") -> None:
@@ -258,15 +255,28 @@ def _create(options: TrainOptions, job: Job, data: Data) -> Run:
     )
 
 
+def _law(settings: Settings) -> str:
+    """Which noise, for a person; and why not the exact one, where that could be had."""
+    from datalens.privacy.noise import opendp_installed
+
+    if settings.noise == "discrete-gaussian":
+        return "exact discrete Gaussian noise"
+    kind = "floating-point Gaussian noise" if settings.compress == "topk" else "rounded Gaussian noise"
+    missing = settings.compress != "topk" and not settings.noise_seeded and not opendp_installed()
+    return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
+
+
 def _train_and_release(run: Run, crowd: "Crowd", device: "torch.device") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
-    from datalens.privacy.noise import SecureNoise, SeededNoise
+    from datalens.privacy.mechanisms import make_mechanism
+    from datalens.privacy.noise import open_noise
     from datalens.released.release import write_release
 
-    noise_seed = run.config["options"]["noise_seed"]
-    noise = SecureNoise() if noise_seed is None else SeededNoise(noise_seed + len(run.ledger.events))
-    student = datalens.train(run, crowd, run.settings, noise=noise, device=device)
+    s, seed = run.settings, run.config["options"]["noise_seed"]
+    seed = None if seed is None else seed + len(run.ledger.events)
+    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.basis_size, seed=seed) as noise:
+        student = datalens.train(run, crowd, s, mechanism=make_mechanism(s.sigma, noise), device=device)
     crowd.dismiss()
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")

@@ -183,9 +183,11 @@ def test_account_agrees_with_the_ledger_of_a_run(datalens, trained):
     ran = only_json(datalens("verify", trained, "--json"))
     asked = settings_of(trained)
     queries = ran["events"] * asked["batch"]
-    cost = only_json(datalens("account", "--k", asked["k"], "--sigma", asked["sigma"], "--queries", queries, "--json"))
-    assert cost["epsilon_exact"] == pytest.approx(ran["epsilon_spent_exact"], rel=1e-9)
-    assert cost["epsilon_rdp"] == pytest.approx(ran["epsilon_spent_rdp"], rel=1e-9)
+    sigma = ("--sigma", asked["sigma"], "--noise", asked["noise"])
+    cost = only_json(datalens("account", "--k", asked["k"], *sigma, "--queries", queries, "--json"))
+    for name in ("exact", "rdp", "rdp_improved"):
+        assert cost[f"epsilon_{name}"] == pytest.approx(ran[f"epsilon_spent_{name}"], rel=1e-9)
+    assert cost["epsilon_pld"] == pytest.approx(ran["epsilon_spent_pld"], rel=1e-3)
 
 
 def test_own_file_goes_all_the_way(datalens, tmp_path):
@@ -280,7 +282,7 @@ def names_the_rest(line):
     return (
         bool(re.search(r"δ = |, 1e-05\)", line))
         and bool(re.search(r"add-remove|replace-one", line))
-        and bool(re.search(r"(exact|rdp) accountant", line))
+        and bool(re.search(r"(exact|rdp|improved|pld) accountant", line))
     )
 
 
@@ -306,7 +308,7 @@ def test_every_line_with_an_epsilon_names_the_rest(datalens, small, trained, tmp
 
 def test_account_names_the_rest_on_every_line(datalens):
     lines = lines_with_epsilon(datalens("account", "--k", 200, "--sigma", 5000, "--queries", 1290).succeeded())
-    assert len(lines) == 2
+    assert len(lines) == 4  # exact, the paper's RDP and the improved one, PLD
     assert all(map(names_the_rest, lines))
 
 

@@ -104,10 +104,10 @@ def finishes(train, datalens, run, *, steps=STEPS):
 
 
 def test_between_charge_and_noise(monkeypatch, train, datalens, run, used):
-    from datalens.privacy.noise import SecureNoise
+    from datalens.privacy.noise import ExactNoise
 
     with monkeypatch.context() as patch:
-        dies_at(patch, SecureNoise, "standard_normal", call=2)
+        dies_at(patch, ExactNoise, "integers", call=2)
         kill(train, *ROOMY)
     assert charges(run) == [0, 1, 2]
     assert journal(run) == [0, 1]
@@ -368,10 +368,10 @@ def test_inside_the_folders_creation(monkeypatch, train, datalens, run):
 
 def test_every_charge_counts_even_when_its_value_was_lost(monkeypatch, train, datalens, run):
     """Without room in the budget the run ends a step earlier; never over budget."""
-    from datalens.privacy.noise import SecureNoise
+    from datalens.privacy.noise import ExactNoise
 
     with monkeypatch.context() as patch:
-        dies_at(patch, SecureNoise, "standard_normal", call=1)
+        dies_at(patch, ExactNoise, "integers", call=1)
         kill(train, *TIGHT)
     finishes(train, datalens, run, steps=STEPS - 1)
     assert charges(run) == [0, 1, 1, 2]
@@ -380,10 +380,10 @@ def test_every_charge_counts_even_when_its_value_was_lost(monkeypatch, train, da
 
 
 def test_a_shortfall_is_said(monkeypatch, train, run):
-    from datalens.privacy.noise import SecureNoise
+    from datalens.privacy.noise import ExactNoise
 
     with monkeypatch.context() as patch:
-        dies_at(patch, SecureNoise, "standard_normal", call=0)
+        dies_at(patch, ExactNoise, "integers", call=0)
         kill(train, *TIGHT)
     assert f"3 of {STEPS} steps" in train(resume=True).err
 

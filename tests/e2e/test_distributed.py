@@ -144,8 +144,8 @@ def spies() -> dict[str, list[Any]]:
     """What happens in this process, as it happens."""
     from datalens import crowd
     from datalens.privacy.ledger import Ledger
-    from datalens.privacy.mechanisms import GaussianSum
-    from datalens.privacy.noise import SecureNoise, SeededNoise
+    from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum
+    from datalens.privacy.noise import DrawnAhead, ExactNoise, SecureNoise, SeededNoise
     from datalens.private.shares import Shares
     from datalens.private.teachers import Teachers
 
@@ -172,10 +172,13 @@ def spies() -> dict[str, list[Any]]:
 
     spy(Teachers, "fit_step", note_fakes)
     spy(crowd, "sum_over_ranks", note_sum)
-    spy(GaussianSum, "release", lambda _, __, c, ledger, step: seen["totals"].append(c.private_total.tolist()))
+    for gate in (DiscreteGaussianSum, GaussianSum):
+        spy(gate, "release", lambda _, __, c, ledger, step: seen["totals"].append(c.private_total.tolist()))
     spy(Ledger, "charge", lambda number, *_: seen["charges"].append(number))
     for source in (SecureNoise, SeededNoise):
         spy(source, "standard_normal", lambda *_: seen["noise"].append(1))
+    for exact in (ExactNoise, DrawnAhead):
+        spy(exact, "integers", lambda *_: seen["noise"].append(1))
     gather = Shares.gather.__func__  # type: ignore[attr-defined]
 
     def gathered(cls: type[Shares], *args: Any, **kwargs: Any) -> Shares:
@@ -449,18 +452,18 @@ def dies_fitting(rank: int) -> None:
 
 def leader_dies(rank: int) -> None:
     """Rank 0 is killed between a charge and its noise."""
-    from datalens.privacy.noise import SecureNoise
+    from datalens.privacy.noise import ExactNoise
 
-    draw = SecureNoise.standard_normal
+    draw = ExactNoise.integers
 
-    def deadly(self: SecureNoise, count: int) -> np.ndarray:
+    def deadly(self: ExactNoise, count: int) -> np.ndarray:
         deadly.calls += 1  # type: ignore[attr-defined]
         if deadly.calls == 3:  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
         return draw(self, count)
 
     deadly.calls = 0  # type: ignore[attr-defined]
-    SecureNoise.standard_normal = deadly  # type: ignore[method-assign]
+    ExactNoise.integers = deadly  # type: ignore[method-assign]
 
 
 ROOMY = ("--steps", 5, "--sigma", 1000)

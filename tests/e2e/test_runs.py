@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-RELEASED = {"generator.safetensors", "certificate.json", "ledger.jsonl", "samples.png"}
+RELEASED = {"generator.safetensors", "certificate.json", "CERTIFICATE.md", "ledger.jsonl", "samples.png"}
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -78,7 +78,7 @@ def test_only_the_owner_may_look_at_teachers(trained):
 
 def test_no_pickle_anywhere(trained):
     for path in files_under(trained):
-        assert path.suffix in {".json", ".jsonl", ".safetensors", ".png", ".release", ""}
+        assert path.suffix in {".json", ".jsonl", ".md", ".safetensors", ".png", ".release", ""}
         assert path.suffix or path.name == "lock"
 
 
@@ -101,7 +101,7 @@ def test_certificate_says_everything(trained):
     assert certificate["statement"].startswith("(1, 1e-05)-differentially private for one image present or absent")
     assert certificate["mechanism"]["events"] == 3
     assert "Gaussian" in certificate["mechanism"]["name"]
-    assert certificate["mechanism"]["noise"] == "rounded to integers"
+    assert certificate["mechanism"]["noise"] == "exact discrete Gaussian (OpenDP)"
     assert certificate["noise"] == {"origin": ["operating-system"], "secure": True}
     public = certificate["public"]
     assert (public["name"], public["height"], public["width"], public["channels"]) == ("digits", 8, 8, 1)

@@ -1,6 +1,7 @@
 """`datalens account`: a price, or the one quantity that makes it fit."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,10 +10,19 @@ from hypothesis import strategies as st
 
 from datalens.account import account
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.privacy import accountant as accountant_module
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import GaussianEvent
 
 NAMES: tuple[AccountantName, ...] = ("exact", "rdp")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pld() -> Iterator[None]:
+    """It is shown beside the others, takes most of the time, and has tests of its own (test_three_accountants)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accountant_module, "_pld_epsilon", lambda parts, delta: math.inf)
+        yield
 
 
 def ask(**changes: Any) -> dict[str, Any]:

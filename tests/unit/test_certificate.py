@@ -1,5 +1,6 @@
 """A release that is checked, and then attacked: whatever is changed, `check_release` must say so."""
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -8,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,19 +21,21 @@ from datalens.config import Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.plan import make_plan
-from datalens.privacy.accountant import Accountant, UnpriceableEvent
+from datalens.privacy.accountant import ACCOUNTANTS, Accountant, UnpriceableEvent
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
-from datalens.privacy.mechanisms import GaussianSum
-from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from datalens.privacy.mechanisms import make_mechanism
+from datalens.privacy.noise import ExactNoise, IntegerNoise, NoiseSource, SecureNoise, SeededNoise
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
     NOT_PRIVATE,
+    PAGE,
     PICTURE,
     WEIGHTS,
     Verification,
     check_release,
     make_certificate,
+    page_bytes,
     read_certificate,
     statement,
 )
@@ -45,24 +48,31 @@ BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exac
 STEPS = 3
 
 
-def planned() -> Settings:
+def planned(noise: Literal["discrete-gaussian", "gaussian"] = "gaussian") -> Settings:
     """k = 2, batch = 2: rows of norm 2, two of them 4 apart."""
-    options = TrainOptions(out=Path("unused"), teachers=5, k=2, batch=2, steps=STEPS, basis_size=4)
+    options = TrainOptions(out=Path("unused"), teachers=5, k=2, batch=2, steps=STEPS, basis_size=4, noise=noise)
     return make_plan(options, SCHEMA)[1]
 
 
-def build(run: Path, *, budget: Budget = BUDGET, noise: NoiseSource | None = None, sigma: float | None = None) -> Path:
+def build(
+    run: Path,
+    *,
+    budget: Budget = BUDGET,
+    noise: NoiseSource | IntegerNoise | None = None,
+    sigma: float | None = None,
+) -> Path:
     """A run's ledger, and the release of an untrained generator."""
-    made = planned()
+    made = planned("discrete-gaussian" if isinstance(noise, ExactNoise) else "gaussian")
     noise = noise or SecureNoise()
     ledger = Ledger.create(run / "ledger.jsonl", budget)
-    mechanism = GaussianSum(sigma=made.sigma if sigma is None else sigma, noise=noise)
+    sigma = made.sigma if sigma is None else sigma
+    mechanism = make_mechanism(sigma, noise)
     rows = torch.tensor([[[1, -1, 0, 0], [0, 0, 1, 1]]], dtype=torch.int8)
     for step in range(STEPS):
         votes = sum_bounded([Contributions(rows=rows, l2_bound=2.0, diameter=4.0, row_unit="teacher")])
         mechanism.release(votes, ledger, step=step)
     torch.manual_seed(0)
-    made = dataclasses.replace(made, noise_seeded=noise.origin == "seeded", sigma=mechanism.sigma)
+    made = dataclasses.replace(made, noise_seeded=noise.origin == "seeded", sigma=sigma)
     release = write_release(run, Generator(TINY), settings=made, schema=SCHEMA, ledger=ledger)
     ledger.close()
     return release
@@ -75,6 +85,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "private": build(tmp_path_factory.mktemp("private")),
         "seeded": build(tmp_path_factory.mktemp("seeded"), noise=SeededNoise(0)),
         "infinite": build(tmp_path_factory.mktemp("infinite"), budget=infinite, sigma=0.0),
+        "discrete": build(tmp_path_factory.mktemp("discrete"), noise=ExactNoise(planned("discrete-gaussian").sigma)),
     }
 
 
@@ -86,6 +97,11 @@ def release(originals: dict[str, Path], tmp_path: Path) -> Path:
 @pytest.fixture
 def seeded(originals: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(originals["seeded"], tmp_path / "seeded"))
+
+
+@pytest.fixture
+def discrete(originals: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals["discrete"], tmp_path / "discrete"))
 
 
 @pytest.fixture
@@ -105,9 +121,14 @@ def certificate_of(release: Path) -> dict[str, Any]:
     return json.loads((release / CERTIFICATE).read_text())
 
 
-def put(release: Path, certificate: dict[str, Any]) -> None:
-    """Written by a forger who knows the format: all hashes are right again."""
+def put(release: Path, certificate: dict[str, Any], *, page: bool = True) -> None:
+    """Written by a forger who knows the format: all hashes are right again, and the page tells the same lie."""
     own = {name: hashlib.sha256((release / name).read_bytes()).hexdigest() for name in (LEDGER, WEIGHTS, PICTURE)}
+    if page:
+        with contextlib.suppress(Exception):  # of nonsense no page can be made
+            (release / PAGE).write_bytes(page_bytes({**certificate, "sha256": own}))
+    if (release / PAGE).exists():
+        own[PAGE] = hashlib.sha256((release / PAGE).read_bytes()).hexdigest()
     body = {**certificate, "sha256": own}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     body["sha256"] = {**own, "certificate": hashlib.sha256(text.encode()).hexdigest()}
@@ -131,8 +152,9 @@ def test_a_release_that_was_not_touched_stands(release: Path) -> None:
     assert found.budget == BUDGET
     events = read_ledger(release / LEDGER)[1]
     assert found.spent == Accountant(name="exact").epsilon(events, 1e-5)
-    assert found.spent_by == {name: Accountant(name=name).epsilon(events, 1e-5) for name in ("exact", "rdp")}
-    assert 0.99 < found.spent <= 1.0 < found.spent_by["rdp"]
+    prices = found.spent_by()
+    assert prices == {name: Accountant(name=name).epsilon(events, 1e-5) for name in ACCOUNTANTS}
+    assert 0.99 < found.spent <= 1.0 < float(prices["rdp-improved"]) < float(prices["rdp"])
 
 
 def test_a_forgery_that_changes_nothing_stands(release: Path) -> None:
@@ -202,14 +224,24 @@ def test_the_versions_are_there_even_from_a_source_tree(monkeypatch: pytest.Monk
 # --- files that were changed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [LEDGER, WEIGHTS])
-def test_any_flipped_byte_of_the_ledger_or_the_weights_is_caught(release: Path, name: str) -> None:
+def names(release: Path, name: str) -> bool:
+    """Whether what `datalens verify` says about the release names the file."""
+    try:
+        said = list(check_release(release).problems)
+    except DatalensError as error:
+        said = [str(error)]
+    return any(name in line for line in said)
+
+
+@pytest.mark.parametrize("name", [LEDGER, WEIGHTS, PICTURE, PAGE, CERTIFICATE])
+def test_any_flipped_byte_of_any_file_is_caught_and_the_file_is_named(release: Path, name: str) -> None:
     content = (release / name).read_bytes()
     for position in range(0, len(content), max(1, len(content) // 60)):
         edited = bytearray(content)
         edited[position] ^= 0x10
         (release / name).write_bytes(edited)
         assert caught(release), position
+        assert names(release, name), position
     (release / name).write_bytes(content)
     assert not caught(release)
 
@@ -359,7 +391,7 @@ def test_a_seed_that_was_noted_is_found(release: Path) -> None:
 
 def test_events_of_another_version_are_not_guessed_at(release: Path) -> None:
     lines = lines_of(release)
-    lines[1]["event"] = {"kind": "subsampled-gaussian"}
+    lines[1]["event"] = {"kind": "laplace"}
     rewrite_ledger(release, lines)
     forge(release, lambda certificate: None)
     with pytest.raises(UnpriceableEvent):
@@ -394,7 +426,11 @@ WEAK: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "another sigma in the settings": ("private", lambda c: c["settings"].update(sigma=1e6)),
     "a larger k than the events paid for": ("private", lambda c: c["settings"].update(k=4)),
     "balanced shares under add-remove": ("private", lambda c: c["settings"].update(shares="balanced")),
-    "another version of the format": ("private", lie(version=2)),
+    "another version of the format": ("private", lie(version=3)),
+    "another kind of noise in the settings": ("private", lambda c: c["settings"].update(noise="discrete-gaussian")),
+    "fewer things not covered": ("private", lie(not_covered=[])),
+    "more that was declared public": ("private", lie(declared_public=["everything"])),
+    "a chain that proves everything": ("private", lie(chain="Nothing can be forged.")),
 }
 
 
@@ -447,3 +483,118 @@ def test_hashed_shares_under_replace_one_are_caught(tmp_path: Path) -> None:
     assert planned().shares == "hashed"
     found = check_release(build(tmp_path, budget=replaced)).problems
     assert len(found) == 1 and "hashed shares are not private under replace-one" in found[0]
+
+
+# --- discrete noise, the page, and old releases ---------------------------------------------------------------------
+
+
+def test_a_release_with_exact_noise_stands_and_says_so(discrete: Path) -> None:
+    found = check_release(discrete)
+    assert found.problems == () and found.private
+    assert 0.99 < found.spent <= 1.0
+    mechanism = read_certificate(discrete)["mechanism"]
+    assert mechanism["noise"] == "exact discrete Gaussian (OpenDP)"
+    assert mechanism["price"] == "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
+    assert "exact discrete Gaussian" in (discrete / PAGE).read_text()
+
+
+def test_a_ledger_that_calls_discrete_noise_continuous_is_caught(discrete: Path) -> None:
+    """It would be cheaper: the price at σ² and not at σ² − 4."""
+
+    def cheapen(lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            line["event"]["kind"] = "gaussian"
+            del line["event"]["coordinates"]
+
+    assert any("kind of noise" in problem for problem in verification_after(discrete, cheapen).problems)
+
+
+def test_fewer_coordinates_than_the_settings_have_are_caught(discrete: Path) -> None:
+    def forget(lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            line["event"]["coordinates"] = 1
+
+    assert any("coordinates" in problem for problem in verification_after(discrete, forget).problems)
+
+
+def test_small_discrete_noise_is_priced_as_zcdp() -> None:
+    made = dataclasses.replace(planned("discrete-gaussian"), sigma=5.0)
+    certificate = make_certificate(settings=made, schema=SCHEMA, ledger=Ledger.in_memory(BUDGET), sha256={})
+    assert certificate["mechanism"]["price"] == "as zCDP"
+
+
+def test_the_page_says_it_all_in_plain_words(release: Path) -> None:
+    page = (release / PAGE).read_text()
+    certificate = read_certificate(release)
+    assert certificate["statement"] in page and certificate["chain"] in page
+    assert "does not detect an owner" in page or "do not detect an owner" in page
+    for item in (*certificate["not_covered"], *certificate["declared_public"]):
+        assert item in page
+    assert "datalens verify" in page and "e^ε = 2.72" in page
+    assert NOT_PRIVATE not in page
+    assert len(page.splitlines()) < 60  # one page
+    for line in page.splitlines():  # never an ε without its δ, relation and accountant
+        if "ε = " in line and "e^ε" not in line:
+            assert "δ = 1e-05, add-remove, exact accountant" in line
+
+
+def test_the_page_under_replace_one_speaks_of_another_record() -> None:
+    certificate = make_certificate(
+        settings=planned(),
+        schema=SCHEMA,
+        ledger=Ledger.in_memory(dataclasses.replace(BUDGET, relation="replace-one", epsilon=5000.0)),
+        sha256={},
+    )
+    assert "was this one or any other" in page_bytes(certificate).decode()
+
+
+@pytest.mark.parametrize("which", ["seeded", "infinite"])
+def test_the_page_of_a_run_without_a_guarantee_is_stamped_at_every_epsilon(
+    originals: dict[str, Path], which: str
+) -> None:
+    page = (originals[which] / PAGE).read_text()
+    assert f"**{NOT_PRIVATE}" in page
+    shown = [line for line in page.splitlines() if "ε = " in line]
+    assert len(shown) == 2 and all(NOT_PRIVATE in line for line in shown)
+
+
+def test_a_page_that_says_something_else_is_caught_even_with_its_hash_right(release: Path) -> None:
+    (release / PAGE).write_text((release / PAGE).read_text().replace("ε = 1 ", "ε = 0.01 "))
+    put(release, certificate_of(release), page=False)
+    assert check_release(release).problems == (f"{PAGE} does not say what {CERTIFICATE} says",)
+
+
+def test_a_page_that_was_taken_out_is_missed(release: Path) -> None:
+    (release / PAGE).unlink()
+    assert names(release, PAGE)
+    put(release, certificate_of(release), page=False)
+    assert check_release(release).problems == (f"{PAGE} is missing",)
+
+
+def test_a_certificate_from_which_no_page_can_be_made_is_caught(release: Path) -> None:
+    certificate = certificate_of(release)
+    del certificate["declared_public"]
+    put(release, certificate)
+    assert any(PAGE in problem for problem in check_release(release).problems)
+
+
+def as_version_1(release: Path) -> None:
+    """As it was before there was a page, and noise of more than one kind."""
+    certificate = certificate_of(release) | {"version": 1}
+    for name in ("declared_public", "chain"):
+        del certificate[name]
+    del certificate["mechanism"]["price"], certificate["settings"]["noise"]
+    (release / PAGE).unlink()
+    put(release, certificate, page=False)
+
+
+def test_old_releases_still_stand(release: Path) -> None:
+    as_version_1(release)
+    assert check_release(release).problems == ()
+    forge(release, lie(epsilon_spent=0.5))
+    assert caught(release)
+
+
+def test_a_discrete_release_cannot_pass_for_an_old_one(discrete: Path) -> None:
+    as_version_1(discrete)
+    assert any("kind of noise" in problem for problem in check_release(discrete).problems)

@@ -159,7 +159,10 @@ def _places_categories(folder: Path, groups: Sequence[str]) -> dict[str, int]:
     per category.
     """
     path = folder / PLACES_HIERARCHY
-    rows = list(csv.reader(_lines(path)))
+    try:
+        rows = list(csv.reader(_lines(path)))
+    except csv.Error as error:
+        raise DatalensError(f"{path} is not a CSV file ({error}): save the published sheet as CSV") from None
     names = next((row for row in rows if set(groups) <= {cell.strip().lower() for cell in row}), None)
     if names is None:
         raise DatalensError(f"{path} has no columns {'; '.join(groups)}: save the published sheet as CSV")
@@ -194,11 +197,14 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise DatalensError(f"{path} does not exist: it belongs to the data set, put it there") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DatalensError(f"{path} cannot be read ({error})") from None
+    if "\0" in text:
+        raise DatalensError(f"{path} is not a text file: it holds NUL characters")
+    return text.splitlines()
 
 
 def _bytes(path: Path) -> bytes:

@@ -6,6 +6,8 @@ the labels, where one record could decide it.
 """
 
 import dataclasses
+import math
+import os
 import zipfile
 from pathlib import Path
 
@@ -80,8 +82,9 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
         file = np.load(path, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("it holds one array without a name")
+        wanted = (f"{prefix}images", f"{prefix}labels", "classes")
         with file:
-            wanted = (f"{prefix}images", f"{prefix}labels", "classes")
+            _check_sizes(path, (*wanted, f"{prefix}ids"))
             missing = [name for name in wanted if name not in file]
             if missing:
                 why = "; it names the classes, which are declared public" if "classes" in missing else ""
@@ -92,8 +95,11 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
                 raise ValueError("not all of it is arrays")
     except FileNotFoundError:
         raise DatalensError(f"{path} does not exist") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        raise DatalensError(f"{path} is not a readable .npz file ({error})") from None
+    except DatalensError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy each have their own kinds for damaged bytes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DatalensError(f"{path} is not a readable .npz file ({reason})") from None
     images, labels = check_images(images, path), check_labels(labels, len(images), path)
     classes = tuple(map(str, names.reshape(-1).tolist()))
     if len(set(classes)) != len(classes):
@@ -107,6 +113,30 @@ def _load_npz(path: Path, split: str, nominal_size: int) -> Dataset:
         name=path.name, height=height, width=width, channels=channels, classes=classes, nominal_size=nominal_size
     )
     return Dataset(schema=public, images=images, labels=labels, ids=ids)
+
+
+def _check_sizes(path: Path, names: tuple[str, ...]) -> None:
+    """Before an array is read: its header must agree with the archive, and all must fit into memory.
+
+    A header may say anything, and a few kilobytes may unpack to terabytes; numpy would believe both.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = 0
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.filename.removesuffix(".npy") not in names:
+                continue
+            with archive.open(member) as stream:
+                version = np.lib.format.read_magic(stream)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(stream)
+                head = stream.tell()
+            said = head + math.prod(shape) * dtype.itemsize
+            if said != member.file_size:
+                raise ValueError(f"the header of {member.filename} says {said} bytes, but there are {member.file_size}")
+            total += said
+    if total > memory:
+        raise DatalensError(f"{path} unpacks to {total / 2**30:.1f} GiB, more than the memory of this machine")
 
 
 def check_images(images: np.ndarray, path: Path) -> np.ndarray:
@@ -132,6 +162,6 @@ def check_images(images: np.ndarray, path: Path) -> np.ndarray:
 def check_labels(labels: np.ndarray, count: int, path: Path) -> np.ndarray:
     if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DatalensError(f"{path}: labels must be {count} whole numbers, one an image")
-    if labels.min() < 0:
-        raise DatalensError(f"{path}: labels must be 0 or more")
+    if labels.min() < 0 or labels.max() >= 2**63:  # of which uint64 has more
+        raise DatalensError(f"{path}: labels must be 0 or more, and less than there are classes")
     return labels.astype(np.int64)

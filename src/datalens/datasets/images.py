@@ -14,6 +14,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
 WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside Python's lock
+MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,9 +62,14 @@ def decode(data: bytes, name: str, schema: Schema, crop: int | None = None) -> n
     """uint8 [h, w, c]. An image that has the right size already is taken as it is."""
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels are more than the limit of 2^26")
             pixels = image.convert("RGB" if schema.channels == 3 else "L")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DatalensError(f"{name} is not a readable image ({error}): mend it, or leave that record out") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has many kinds for damaged bytes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave that record out") from None
     goal = (schema.width, schema.height)
     if pixels.size != goal:
         pixels = _cut(pixels, name, crop).resize(goal, Image.Resampling.BILINEAR)

@@ -102,7 +102,7 @@ def by_attributes(columns: dict[str, np.ndarray]) -> np.ndarray:
     """One attribute: 1 where it is there, else 0. Several: which one is there; -1 where none or more than one is."""
     try:
         there = np.stack([column.astype(np.int64) > 0 for column in columns.values()], axis=1)  # 0/1, −1/1, False/True
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise DatalensError(f"columns {', '.join(columns)} must hold numbers: 1 where the attribute is there") from None
     if there.shape[1] == 1:
         return there[:, 0].astype(np.int64)

@@ -21,6 +21,8 @@ from datalens.errors import DatalensError
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 READ_BYTES = 2**20  # read ahead; without a limit a whole row group would be read at once
+# Encoded images hardly compress. A column that does, this many times, and to this size, is a trap or a mistake.
+MOST_COMPRESSED, FROM_BYTES = 50, 2**26
 
 
 def parquet_records(
@@ -44,7 +46,10 @@ def parquet_records(
 def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray) -> Encoded:
     member = np.flatnonzero(labels >= 0)
     image = batch.column("image")
-    data, paths = image.field("bytes"), image.field("path").to_pylist()
+    try:
+        data, paths = image.field("bytes"), image.field("path").to_pylist()
+    except UnicodeDecodeError as error:
+        raise DatalensError(f"{file}: a path of column image is not text ({error})") from None
     names = [f"{file}: image {paths[i] or f'in row {start + i} of the split'}" for i in member.tolist()]
 
     def read(i: int) -> bytes:
@@ -67,9 +72,10 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
     try:
         with pq.ParquetFile(file) as opened:
             schema = opened.schema_arrow
+            check_unpacked(opened.metadata)
     except FileNotFoundError:
         raise DatalensError(f"{file} does not exist") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DatalensError(f"{file} is not a readable parquet file ({error})") from None
     here = {name.lower(): name for name in schema.names}
     missing = [name for name in ("image", *wanted) if name not in here]
@@ -87,13 +93,23 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
     return {name: here[name] for name in wanted}
 
 
+def check_unpacked(metadata: Any) -> None:
+    """That no column unpacks to far more than the file holds: a few kilobytes could fill the memory."""
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            unpacked = column.total_uncompressed_size
+            if unpacked > max(FROM_BYTES, MOST_COMPRESSED * column.total_compressed_size):
+                raise ValueError(f"column {column.path_in_schema} would unpack to {unpacked / 2**20:.0f} MiB")
+
+
 def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
     try:
         with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as opened:
             yield from opened.iter_batches(batch_size=size, columns=columns, use_threads=False)
     except MemoryError:  # also one of Arrow's
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DatalensError(f"{file} cannot be read to its end ({error})") from None
 
 

@@ -38,4 +38,15 @@ class Schema:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":
-        return cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
+        """From JSON, which anybody may have edited: a ValueError or TypeError says what does not fit."""
+        schema = cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
+        for name in ("height", "width", "channels", "nominal_size"):
+            value = getattr(schema, name)
+            if type(value) is not int or not 0 <= value < 2**31:
+                raise ValueError(f"{name} cannot be {str(value)[:40]!r}")
+        texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
+        if not all(isinstance(text, str) for text in texts) or not schema.classes:
+            raise ValueError("names and classes must be text")
+        if len(schema.value_range) != 2 or not all(type(end) in (int, float) for end in schema.value_range):
+            raise ValueError("value_range must be two numbers")
+        return schema

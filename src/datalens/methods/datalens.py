@@ -20,8 +20,7 @@ from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import BudgetExceeded
-from datalens.privacy.mechanisms import GaussianSum
-from datalens.privacy.noise import NoiseSource
+from datalens.privacy.mechanisms import Mechanism
 from datalens.private.networks import Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Balanced, Hashed, Rule
 from datalens.private.shares import Shares
@@ -32,7 +31,7 @@ from datalens.released.student import Student
 from datalens.runs import Run
 
 
-def train(run: Run, crowd: Crowd, settings: Settings, *, noise: NoiseSource, device: torch.device) -> Student:
+def train(run: Run, crowd: Crowd, settings: Settings, *, mechanism: Mechanism, device: torch.device) -> Student:
     """Algorithm 1. Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
     s, schema = settings, run.schema
     student = Student(
@@ -45,7 +44,6 @@ def train(run: Run, crowd: Crowd, settings: Settings, *, noise: NoiseSource, dev
         seed=s.seed,
         device=device,
     )
-    mechanism = GaussianSum(sigma=s.sigma, noise=noise)
     decode = Decode(
         rule=s.decode, beta=s.beta, teachers=s.teachers, basis=make_basis(s.basis, schema.shape, s.basis_size)
     )
@@ -70,21 +68,30 @@ def gather(records: Records, settings: Settings, *, world: World) -> Shares:
     """Every record into exactly one share; this rank keeps those of its teachers, as the features they see."""
     s, schema = settings, records.schema
     network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
-    salt = f"datalens shares, seed {s.seed}".encode()
-    rule: Rule = Balanced(teachers=s.teachers) if s.shares == "balanced" else Hashed(teachers=s.teachers, salt=salt)
     return Shares.gather(
-        records, rule, numbers=world.numbers(s.teachers), features=network.record_features, device=world.device
+        records, share_rule(s), numbers=world.numbers(s.teachers), features=network.record_features, device=world.device
     )
+
+
+def share_rule(settings: Settings) -> Rule:
+    """Which teacher a record goes to."""
+    if settings.shares == "balanced":
+        return Balanced(teachers=settings.teachers)
+    return Hashed(teachers=settings.teachers, salt=f"datalens shares, seed {settings.seed}".encode())
 
 
 def make_crowd(
     shares: Shares, settings: Settings, schema: Schema, *, world: World, folder: Path, chunk: int | None = None
 ) -> Crowd:
     """The teachers of this rank, and the way to those of all ranks; states are kept in `folder`."""
+    s, mine = settings, make_teachers(shares, settings, schema, chunk=chunk)
+    return Crowd(mine, make_compress(s), world=world, count=s.teachers, shape=(s.batch, *schema.shape), folder=folder)
+
+
+def make_teachers(shares: Shares, settings: Settings, schema: Schema, *, chunk: int | None = None) -> Teachers:
     s = settings
-    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
-    mine = Teachers(
-        network,
+    return Teachers(
+        make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes)),
         shares,
         batch=s.batch,
         learning_rate=s.teacher_rate,
@@ -92,8 +99,10 @@ def make_crowd(
         seed=s.seed,
         chunk=chunk,
     )
-    compress = TopKSign(k=s.k, clip=s.clip, quantise=s.compress != "topk", seed=s.seed)
-    return Crowd(mine, compress, world=world, count=s.teachers, shape=(s.batch, *schema.shape), folder=folder)
+
+
+def make_compress(settings: Settings) -> TopKSign:
+    return TopKSign(k=settings.k, clip=settings.clip, quantise=settings.compress != "topk", seed=settings.seed)
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:

@@ -1,26 +1,51 @@
-"""What a list of events costs: the exact Gaussian accountant and the paper's Rényi accountant.
+"""What a list of events costs, by three accountants: the exact Gaussian curve, Rényi (RDP) and privacy loss (PLD).
 
 TopAgg is an adaptive composition of plain Gaussian mechanisms, with no subsampling, so the whole of
-it is exactly mu-GDP with mu² = Σ (sensitivity/sigma)², and both accountants are functions of mu².
+it is exactly mu-GDP with mu² = Σ (sensitivity/sigma)², and every price is a function of mu². Discrete Gaussian
+noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: only RDP and PLD can price it.
+
+| event | exact | rdp, rdp-improved | pld |
+|---|---|---|---|
+| gaussian | mu² = (Δ/σ)² | λ·mu²/2 | Gaussian of mu |
+| discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), plus a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact |
+| discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused |
+| subsampled-gaussian | refused | Mironov et al. 2019, whole orders | subsampled Gaussian |
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from scipy.special import log_ndtr
+import numpy as np
+from scipy.special import gammaln, log_ndtr, logsumexp
 
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.privacy.events import Event, GaussianEvent
+from datalens.privacy.events import (
+    LEAST_SMOOTH,
+    ROUNDING,
+    Charge,
+    DiscreteGaussianEvent,
+    Event,
+    GaussianEvent,
+    NoiseLaw,
+    SubsampledGaussianEvent,
+)
 
-AccountantName = Literal["exact", "rdp"]
+AccountantName = Literal["exact", "rdp", "rdp-improved", "pld"]
+ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
 
 # Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
 MOST_NOISE = 2.0**40
 
 # The orders of the paper's code. A sparser set only makes ε larger, never too small.
 PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200)))
+# Of mu, and of different events, for which the pld accountant does its work.
+PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
+# For zCDP any order will do, so there are many: λ − 1 from 1e-4 to 1e8.
+_ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
 
 
 class UnpriceableEvent(DatalensError):
@@ -55,45 +80,242 @@ def rdp_epsilon(mu_squared: float, delta: float) -> float:
     return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in PAPER_ORDERS)
 
 
-_CURVES: dict[AccountantName, Callable[[float, float], float]] = {"exact": exact_epsilon, "rdp": rdp_epsilon}
+def improved_epsilon(mu_squared: float, delta: float) -> float:
+    """The same orders with the conversion of Balle et al. 2020 (Canonne, Kamath, Steinke 2020, Proposition 12)."""
+    if mu_squared == 0:
+        return 0.0
+    return _convert_improved([order * mu_squared / 2 for order in PAPER_ORDERS], PAPER_ORDERS, delta)
+
+
+def zcdp_epsilon(rho: float, delta: float) -> float:
+    """ε of a rho-zCDP mechanism: the improved conversion over a dense, fixed set of orders (so it rises with rho)."""
+    if rho == 0:
+        return 0.0
+    return _convert_improved(_ZCDP_ORDERS * rho, _ZCDP_ORDERS, delta)
+
+
+def _convert_improved(curve: Sequence[float] | np.ndarray, orders: Sequence[float] | np.ndarray, delta: float) -> float:
+    """min over λ of ε(λ) + log((λ − 1)/λ) − (log δ + log λ)/(λ − 1), and never below 0."""
+    order = np.asarray(orders)
+    found = np.asarray(curve) + np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
+    return max(0.0, float(found.min()))
+
+
+def _convert_as_printed(curve: Sequence[float], orders: Sequence[float], delta: float) -> float:
+    """DataLens, Theorem 1: min over λ of ε(λ) + log(1/δ)/(λ − 1)."""
+    return min(cost + math.log(1 / delta) / (order - 1) for cost, order in zip(curve, orders, strict=True))
+
+
+def subsampled_rdp(mu: float, rate: float, order: float) -> float:
+    """RDP of a Poisson-subsampled Gaussian at a whole order (Mironov, Talwar, Zhang 2019, Section 3.3).
+
+    1/(λ − 1) · log Σ_i C(λ, i) (1 − q)^(λ − i) q^i exp((i² − i)·mu²/2), and infinity at orders between.
+    """
+    if rate == 0 or mu == 0:
+        return 0.0
+    if rate == 1:
+        return order * mu * mu / 2
+    if order != int(order) or math.isinf(mu):
+        return math.inf
+    i = np.arange(int(order) + 1)
+    choose = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
+    logs = choose + (order - i) * math.log1p(-rate) + i * math.log(rate) + (i * i - i) * (mu * mu / 2)
+    return max(0.0, float(logsumexp(logs))) / (order - 1)
+
+
+def pld_epsilon(mu_squared: float, delta: float) -> float:
+    """One Gaussian of this mu, by dp-accounting."""
+    return _pld_epsilon(((math.sqrt(mu_squared), 1.0, 1),), delta)
+
+
+@functools.lru_cache(maxsize=256)
+def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> float:
+    """(mu, sampling rate, how many times), composed by dp-accounting, rounded towards more ε."""
+    parts = tuple(part for part in parts if part[0] > 0)
+    if not parts:
+        return 0.0
+    whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in parts]))
+    if whole > PLD_LARGEST:
+        return math.inf  # true, if coarse: tables of what may leak grow with mu², and there is nothing left to protect
+    # A crowd of equal Gaussians is one Gaussian too, and millions of convolutions are no better a check than thousands.
+    parts = tuple(
+        (mu * math.sqrt(n), rate, 1) if rate == 1 and n > PLD_EQUAL else (mu, rate, n) for mu, rate, n in parts
+    )
+    if len(parts) > PLD_MOST:  # one Gaussian is what Gaussians compose to; the rest is refused before it takes hours
+        plain = math.sqrt(_sum([mu * mu * count for mu, rate, count in parts if rate == 1]))
+        parts = (*(((plain, 1.0, 1),) if plain > 0 else ()), *(part for part in parts if part[1] < 1))
+        if len(parts) > PLD_MOST:
+            raise UnpriceableEvent(f"the pld accountant composes at most {PLD_MOST} different subsampled events")
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except ImportError as error:
+        raise DatalensError(
+            f"the pld accountant needs dp-accounting, which cannot be imported ({error}): pip install dp-accounting, "
+            "or use another --accountant"
+        ) from error
+    # Fine against the whole, and not finer: the work grows with the number of cells.
+    cell = max(whole / 2000, max(mu * mu / 2 + 10 * mu for mu, _, _ in parts) / 1e6)
+    composed = None
+    for mu, rate, count in parts:
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            1 / mu, sensitivity=1.0, sampling_prob=rate, value_discretization_interval=cell
+        )
+        many = one.self_compose(count) if count > 1 else one
+        composed = many if composed is None else composed.compose(many)
+    assert composed is not None
+    return max(0.0, float(composed.get_epsilon_for_delta(delta)))
+
+
+def _loudness(mu: float, rate: float) -> float:
+    """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones."""
+    return mu * mu if rate == 1 else min(mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))
+
+
+_CURVES: dict[AccountantName, Callable[[float, float], float]] = {
+    "exact": exact_epsilon,
+    "rdp": rdp_epsilon,
+    "rdp-improved": improved_epsilon,
+    "pld": pld_epsilon,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accountant:
-    """Prices Gaussian events by mu², and refuses every other event.
+    """Prices the events it understands, and refuses every other event.
 
     Since mu² only adds up, "stop before Σ mu² passes the budget's mu²" is a valid privacy filter:
     sigma, k and the batch size may be chosen as the run goes (Rogers et al. 2016; for Gaussian
-    mechanisms Koskela et al. 2022).
+    mechanisms Koskela et al. 2022). The same holds for ρ of zCDP. A filter may not change its rule on the way,
+    so `exact` takes coarse discrete noise (σ < 10) by itself or not at all. The rates of subsampled events must be
+    fixed beforehand.
     """
 
     name: AccountantName
 
     def mu_squared(self, events: Iterable[Event]) -> float:
-        squares = []
-        for event in events:
-            if not isinstance(event, GaussianEvent):
-                raise UnpriceableEvent(
-                    f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
-                    "a newer datalens may know it"
-                )
-            squares.append(event.mu * event.mu)  # inf where it overflows, which ** is not
-        try:
-            return math.fsum(squares)
-        except OverflowError:
-            return math.inf
+        """Σ mu² of Gaussian events, discrete ones as the Gaussian they are post-processing of."""
+        return _sum([event.mu * event.mu for event in map(self._gaussian, events)])  # inf where it overflows
 
     def epsilon(self, events: Iterable[Event], delta: float) -> float:
-        return self.epsilon_at(self.mu_squared(events), delta)
+        return self.price([(event, 1) for event in events], delta)
 
     def epsilon_at(self, mu_squared: float, delta: float) -> float:
+        """ε of Gaussian mechanisms that add up to mu²."""
         return _CURVES[self.name](mu_squared, delta)
+
+    def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        """ε of (event, how many times)."""
+        match self.name:
+            case "exact":
+                return self._exact(counted, delta)
+            case "pld":
+                return self._pld(counted, delta)
+            case _:
+                return self._rdp(counted, delta)
+
+    def _exact(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        events = [(self._gaussian(event), count) for event, count in counted]
+        coarse = [isinstance(event, DiscreteGaussianEvent) and not event.smooth for event, _ in events]
+        if any(coarse):
+            if not all(coarse):
+                raise UnpriceableEvent(
+                    f"the exact accountant does not price discrete noise below sigma {LEAST_SMOOTH:g} together with "
+                    "other noise: use --accountant rdp-improved"
+                )
+            return zcdp_epsilon(_sum([event.rho * count for event, count in events]), delta)
+        slack = _sum([event.slack * count for event, count in events])
+        mu_squared = _sum([event.mu * event.mu * count for event, count in events])
+        # Pointwise within e^±slack of the Gaussian's post-processing: (ε, δ) becomes (ε + 2·slack, e^slack·δ).
+        return self.epsilon_at(mu_squared, delta * math.exp(-slack)) + 2 * slack
+
+    def _rdp(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        known = [(self._known(event), count) for event, count in counted]
+        rho = _sum([event.rho * count for event, count in known if isinstance(event, GaussianEvent)])
+        sampled: Counter[tuple[float, float]] = Counter()
+        for event, count in known:
+            if isinstance(event, SubsampledGaussianEvent):
+                sampled[event.mu, event.rate] += count
+        if not any(mu > 0 for mu, _ in sampled):
+            return self.epsilon_at(2 * rho, delta)
+        curve = [
+            _sum([order * rho, *(subsampled_rdp(mu, rate, order) * n for (mu, rate), n in sampled.items())])
+            for order in PAPER_ORDERS
+        ]
+        convert = _convert_as_printed if self.name == "rdp" else _convert_improved
+        return convert(curve, PAPER_ORDERS, delta)
+
+    def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        parts: Counter[tuple[float, float]] = Counter()
+        slack = 0.0
+        for event, count in counted:
+            known = self._known(event)
+            if isinstance(known, SubsampledGaussianEvent):
+                parts[known.mu, known.rate] += count
+                continue
+            if isinstance(known, DiscreteGaussianEvent) and not known.smooth:
+                raise UnpriceableEvent(
+                    f"the pld accountant does not price discrete noise below sigma {LEAST_SMOOTH:g}: "
+                    "use --accountant rdp-improved"
+                )
+            slack += known.slack * count
+            parts[known.mu, 1.0] += count
+        listed = tuple(sorted((mu, rate, count) for (mu, rate), count in parts.items()))
+        return _pld_epsilon(listed, delta * math.exp(-slack)) + 2 * slack
+
+    def _known(self, event: Event) -> Charge:
+        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent):
+            raise UnpriceableEvent(
+                f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
+                "a newer datalens may know it"
+            )
+        return event
+
+    def _gaussian(self, event: Event) -> GaussianEvent:
+        known = self._known(event)
+        if not isinstance(known, GaussianEvent):
+            raise UnpriceableEvent(
+                f"the {self.name} accountant prices plain Gaussian events only, not {known.kind!r}: "
+                "use --accountant rdp-improved or pld"
+            )
+        return known
 
     def mu_budget(self, epsilon: float, delta: float) -> float:
         """The largest mu that costs at most ε."""
         if math.isinf(epsilon):
             return math.inf
+        if self.name == "pld":  # a look at it is slow, and it is never more than a little above the exact curve
+            mu, less = Accountant(name="exact").mu_budget(epsilon, delta), 1e-7
+            while self.epsilon_at(mu * mu, delta) > epsilon:
+                mu, less = mu * max(1 - less, 0.5), 2 * less
+            return mu
         return _bisect(lambda mu: self.epsilon_at(mu * mu, delta) > epsilon)[0]
+
+
+def side_by_side(counted: Sequence[tuple[Event, int]], delta: float) -> dict[AccountantName, float | str]:
+    """Every accountant's ε of the same (event, how many times), or why it has none."""
+    found: dict[AccountantName, float | str] = {}
+    for name in ACCOUNTANTS:
+        try:
+            found[name] = Accountant(name=name).price(counted, delta)
+        except DatalensError as error:
+            found[name] = str(error)
+    return found
+
+
+def topagg_event(*, sensitivity: float, sigma: float, law: NoiseLaw, coordinates: int = 0) -> GaussianEvent:
+    """One step of a plan: what a ledger will be charged, for its price only."""
+    facts = {"row_unit": "teacher", "relation": "add-remove", "noise": "operating-system", "queries": 1, "step": 0}
+    facts |= {"l2_bound": sensitivity / 2, "diameter": sensitivity, "sigma": sigma}
+    if law == "discrete-gaussian":
+        return DiscreteGaussianEvent(coordinates=coordinates, **facts)  # type: ignore[arg-type]
+    return GaussianEvent(**facts)  # type: ignore[arg-type]
+
+
+def _sum(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _bisect(holds: Callable[[float], bool]) -> tuple[float, float]:
@@ -111,7 +333,16 @@ def _bisect(holds: Callable[[float], bool]) -> tuple[float, float]:
     return low, high
 
 
-def calibrate_sigma(*, sensitivity: float, steps: int, epsilon: float, delta: float, accountant: Accountant) -> float:
+def calibrate_sigma(
+    *,
+    sensitivity: float,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    law: NoiseLaw = "gaussian",
+    coordinates: int = 0,
+) -> float:
     """The smallest noise with which `steps` releases of this sensitivity fit into (ε, δ)."""
     if math.isinf(epsilon):
         return 0.0
@@ -122,26 +353,55 @@ def calibrate_sigma(*, sensitivity: float, steps: int, epsilon: float, delta: fl
             "accountant: raise --epsilon, or use --accountant exact"
         )
     sigma = sensitivity * math.sqrt(steps) / budget
-    while accountant.epsilon_at(steps * (sensitivity / sigma) ** 2, delta) > epsilon:
-        sigma *= 1 + 1e-14
     if sigma > MOST_NOISE:
         raise BudgetExceeded(
             f"epsilon {epsilon:g} at delta {delta:g} would need noise of {sigma:.3g}, more than any data could show "
             "through: raise --epsilon"
         )
+    if law == "discrete-gaussian" and accountant.name in ("exact", "pld"):
+        sigma = _discrete_sigma(sigma, sensitivity, steps, epsilon, delta, accountant)
+
+    def overspends(sigma: float) -> bool:
+        event = topagg_event(sensitivity=sensitivity, sigma=sigma, law=law, coordinates=coordinates)
+        return accountant.price([(event, steps)], delta) > epsilon
+
+    more = 1e-14 if accountant.name != "pld" else 1e-7  # the last digits; pld rounds each step towards more ε
+    while overspends(sigma):
+        sigma, more = sigma * (1 + more), 2 * more
     return sigma
 
 
-def calibrate_steps(*, sensitivity: float, sigma: float, epsilon: float, delta: float, accountant: Accountant) -> int:
+def _discrete_sigma(
+    sigma: float, sensitivity: float, steps: int, epsilon: float, delta: float, accountant: Accountant
+) -> float:
+    """From the continuous Gaussian's sigma to a discrete one of the same price (nearly: the caller checks)."""
+    smooth = math.sqrt(sigma * sigma + ROUNDING)
+    if smooth >= LEAST_SMOOTH or accountant.name == "pld":
+        return max(smooth, LEAST_SMOOTH)
+    rho = _bisect(lambda rho: zcdp_epsilon(rho, delta) > epsilon)[0]
+    coarse = sensitivity * math.sqrt(steps / (2 * rho)) if rho > 0 else math.inf
+    return min(coarse, LEAST_SMOOTH)
+
+
+def calibrate_steps(
+    *,
+    sensitivity: float,
+    sigma: float,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    law: NoiseLaw = "gaussian",
+    coordinates: int = 0,
+) -> int:
     """The most releases of this sensitivity and noise that fit into a finite (ε, δ); 0 if not even one does."""
     if sigma <= 0 or math.isinf(epsilon):
         raise DatalensError("without noise, or with epsilon inf, nothing limits the steps: give --steps")
     if not sigma <= MOST_NOISE:
         raise DatalensError(f"--sigma {sigma:g} is more than {MOST_NOISE:g}: no data could show through that noise")
-    mu_squared = (sensitivity / sigma) * (sensitivity / sigma)
+    event = topagg_event(sensitivity=sensitivity, sigma=sigma, law=law, coordinates=coordinates)
 
     def fits(count: int) -> bool:
-        return accountant.epsilon_at(count * mu_squared, delta) <= epsilon
+        return accountant.price([(event, count)], delta) <= epsilon
 
     low, high = 0, 1
     while fits(high):

@@ -6,13 +6,20 @@ row can be, how far two rows can be apart, which relation), and the sensitivity 
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from datalens.errors import TamperedError
 
 Relation = Literal["add-remove", "replace-one"]
 RowUnit = Literal["teacher", "record", "person"]
 NoiseOrigin = Literal["operating-system", "seeded"]
+NoiseLaw = Literal["gaussian", "discrete-gaussian"]
+
+# From here on the discrete Gaussian is priced as a Gaussian of variance sigma² − 4, below as ρ-zCDP (docs/privacy.md).
+LEAST_SMOOTH = 10.0
+ROUNDING = 4.0  # the variance given away to rounding
+# How far, in logarithms, a discrete Gaussian coordinate is from that rounded Gaussian: below 1.1e-34, proved there.
+CLOSENESS = 2e-34
 
 LARGEST = 1e150  # squares of it are still numbers
 
@@ -44,24 +51,13 @@ class GaussianEvent:
     queries: int  # synthetic images whose directions this release holds
     step: int
     noise: NoiseOrigin
+    kind: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
-        for name in ("l2_bound", "diameter", "sigma"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < LARGEST:
-                raise TamperedError(f"an event's {name} must be a number from 0 to {LARGEST:g}, not {str(value)[:40]}")
+        _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("queries", "step"))
         # The zero row is always possible, so two rows can be a whole bound apart; and never more than two.
         if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
             raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
-        for name in ("queries", "step"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise TamperedError(f"an event's {name} must be a whole number >= 0, not {value!r}")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise TamperedError(
-                    f"an event's {name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}"
-                )
 
     @property
     def sensitivity(self) -> float:
@@ -77,12 +73,86 @@ class GaussianEvent:
 
     @property
     def mu(self) -> float:
-        if self.sensitivity == 0:
-            return 0.0
-        return math.inf if self.sigma == 0 else self.sensitivity / self.sigma
+        """The release is post-processing of a Gaussian mechanism of this ratio of sensitivity to noise."""
+        return _ratio(self.sensitivity, self.sigma)
+
+    @property
+    def rho(self) -> float:
+        """The release is (λ, λ·rho)-RDP for every λ > 1, that is, rho-zCDP."""
+        ratio = _ratio(self.sensitivity, self.sigma)
+        return ratio * ratio / 2  # inf where it overflows, which ** is not
+
+    @property
+    def slack(self) -> float:
+        """How far in logarithms the release is from what `mu` says."""
+        return 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": "gaussian", **asdict(self)}
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscreteGaussianEvent(GaussianEvent):
+    """A sum of integer rows, released once with the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.
+
+    Formal guarantees: rho-zCDP with rho = sensitivity²/(2·sigma²), as if it were continuous (Canonne, Kamath,
+    Steinke 2020, Theorem 4). The Gaussian's (ε, δ) curve at the same sigma does *not* hold. For sigma >= 10 the
+    release is, up to e^±slack, post-processing of a Gaussian of variance sigma² − 4 (docs/privacy.md).
+    """
+
+    coordinates: int  # numbers released
+    kind: ClassVar[str] = "discrete-gaussian"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, counts=("coordinates",))
+
+    @property
+    def smooth(self) -> bool:
+        """Whether a Gaussian's price holds at all."""
+        return self.sigma >= LEAST_SMOOTH
+
+    @property
+    def mu(self) -> float:
+        if not self.smooth:  # whoever forgets to ask pays everything
+            return math.inf if self.sensitivity > 0 else 0.0
+        return _ratio(self.sensitivity, math.sqrt(self.sigma * self.sigma - ROUNDING))
+
+    @property
+    def slack(self) -> float:
+        return CLOSENESS * self.coordinates
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsampledGaussianEvent:
+    """A sum over a Poisson sample of the units, each in it with probability `rate`, with N(0, sigma²) on every
+    coordinate. Add-remove only, one row of norm <= l2_bound per unit. Priced by RDP and PLD; not a Gaussian mechanism.
+    """
+
+    row_unit: RowUnit
+    l2_bound: float
+    rate: float
+    relation: Relation
+    sigma: float
+    queries: int
+    step: int
+    noise: NoiseOrigin
+    kind: ClassVar[str] = "subsampled-gaussian"
+
+    def __post_init__(self) -> None:
+        _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step"))
+        if self.rate > 1:
+            raise TamperedError(f"a sampling rate must lie between 0 and 1, not {self.rate}")
+        if self.relation != "add-remove" or self.row_unit == "teacher":
+            raise TamperedError("a subsampled event is about records or persons that are present or absent")
+
+    @property
+    def mu(self) -> float:
+        """Of the unit that is in the sample; what sampling saves is the accountant's business."""
+        return _ratio(self.l2_bound if self.rate > 0 else 0.0, self.sigma)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +162,41 @@ class UnknownEvent:
     kind: str
 
 
-Event = GaussianEvent | UnknownEvent
+Charge = GaussianEvent | SubsampledGaussianEvent  # what a ledger takes; the first holds the discrete ones too
+Event = Charge | UnknownEvent
+
+_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent]] = {
+    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent)
+}
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
     """Read an event back from a ledger line. A malformed one is an error, never a cheaper event."""
     kind = fields.get("kind")
-    if kind != "gaussian":
+    if not isinstance(kind, str) or kind not in _KINDS:
         return UnknownEvent(kind=str(kind))
     given = {name: value for name, value in fields.items() if name != "kind"}
-    expected = set(GaussianEvent.__dataclass_fields__)
+    expected = set(_KINDS[kind].__dataclass_fields__) - {"kind"}
     if set(given) != expected:
-        raise TamperedError(f"a gaussian event must have the fields {', '.join(sorted(expected))}")
-    return GaussianEvent(**given)
+        raise TamperedError(f"a {kind} event must have the fields {', '.join(sorted(expected))}")
+    return _KINDS[kind](**given)
+
+
+def _ratio(sensitivity: float, sigma: float) -> float:
+    if sensitivity == 0:
+        return 0.0
+    return math.inf if sigma == 0 else sensitivity / sigma
+
+
+def _check(event: Charge, *, numbers: tuple[str, ...] = (), counts: tuple[str, ...] = ()) -> None:
+    for name in numbers:
+        value = getattr(event, name)
+        if type(value) not in (int, float) or not 0 <= value < LARGEST:
+            raise TamperedError(f"an event's {name} must be a number from 0 to {LARGEST:g}, not {str(value)[:40]}")
+    for name in counts:
+        value = getattr(event, name)
+        if type(value) is not int or value < 0:
+            raise TamperedError(f"an event's {name} must be a whole number >= 0, not {value!r}")
+    for name, allowed in _CHOICES.items():
+        if getattr(event, name) not in allowed:
+            raise TamperedError(f"an event's {name} must be one of {', '.join(allowed)}, not {getattr(event, name)!r}")

@@ -28,7 +28,7 @@ class Journal:
         temporary = target.with_suffix(".tmp")
         content = io.BytesIO()
         np.lib.format.write_array(content, released.value, allow_pickle=False)
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=for_the_owner) as file:
             file.write(_digest(content.getvalue()) + content.getvalue())
             file.flush()
             os.fsync(file.fileno())
@@ -54,9 +54,19 @@ class Journal:
     def _load(path: Path) -> np.ndarray:
         content = path.read_bytes()
         size = hashlib.sha256().digest_size
-        if _digest(content[size:]) != content[:size]:
-            raise TamperedError(f"{path} is damaged: delete it, and the step will be asked (and charged) again")
-        return np.lib.format.read_array(io.BytesIO(content[size:]), allow_pickle=False)
+        try:
+            if _digest(content[size:]) != content[:size]:
+                raise ValueError("its SHA-256 differs")
+            return np.lib.format.read_array(io.BytesIO(content[size:]), allow_pickle=False)
+        except Exception as error:  # numpy has a dozen kinds for bytes that are no array
+            raise TamperedError(
+                f"{path} is damaged: delete it, and the step will be asked (and charged) again"
+            ) from error
+
+
+def for_the_owner(path: str, flags: int) -> int:
+    """An opener: a new file may be read by its owner alone, whatever the process grants otherwise."""
+    return os.open(path, flags, 0o600)
 
 
 def _digest(content: bytes) -> bytes:

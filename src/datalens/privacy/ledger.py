@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
-from datalens.privacy.accountant import Accountant, AccountantName
-from datalens.privacy.events import Event, GaussianEvent, Relation, parse_event
+from datalens.privacy.accountant import ACCOUNTANTS, Accountant, AccountantName
+from datalens.privacy.events import Charge, Event, Relation, UnknownEvent, parse_event
 
 _GENESIS = "0" * 64
 
@@ -38,8 +38,8 @@ class Budget:
             raise DatalensError(f"delta must lie between 0 and 1, and well under 1/records, not {self.delta:g}")
         if self.relation not in get_args(Relation):
             raise DatalensError(f"relation must be add-remove or replace-one, not {self.relation!r}")
-        if self.accountant not in get_args(AccountantName):
-            raise DatalensError(f"accountant must be exact or rdp, not {self.accountant!r}")
+        if self.accountant not in ACCOUNTANTS:
+            raise DatalensError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
 
     def pricing(self) -> Accountant:
         return Accountant(name=self.accountant)
@@ -113,7 +113,7 @@ class Ledger:
     def spent(self) -> float:
         return self.budget.pricing().epsilon(self._events, self.budget.delta)
 
-    def charge(self, event: GaussianEvent) -> int:
+    def charge(self, event: Charge) -> int:
         """Record the event durably and return its number; refuse, and write nothing, if it would overspend."""
         if self._broken:
             raise DatalensError("the ledger could not be written; free some disk space, then continue with --resume")
@@ -191,7 +191,7 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
 
 def _parse_charge(fields: dict[str, Any], budget: Budget | None) -> Event:
     event = parse_event(fields)
-    if isinstance(event, GaussianEvent) and (budget is None or event.relation != budget.relation):
+    if not isinstance(event, UnknownEvent) and (budget is None or event.relation != budget.relation):
         raise TamperedError(f"a {event.relation} event does not belong into this ledger")
     return event
 

@@ -1,11 +1,26 @@
-"""Where privacy noise comes from: the operating system, and for tests a seed that voids the guarantee."""
+"""Where privacy noise comes from: the operating system, and for tests a seed that voids the guarantee.
 
+Two laws: standard normals in float64, and the exact discrete Gaussian, made by OpenDP where that is installed.
+"""
+
+import contextlib
+import importlib.util
 import os
-from typing import Protocol
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from datalens.privacy.events import NoiseOrigin
+from datalens.errors import DatalensError
+from datalens.privacy import exact
+from datalens.privacy.events import NoiseLaw, NoiseOrigin
+
+# So few exact draws take less time than the process that would make them ahead takes to start.
+FEW_DRAWS = 30_000
 
 
 class NoiseSource(Protocol):
@@ -15,6 +30,22 @@ class NoiseSource(Protocol):
     def origin(self) -> NoiseOrigin: ...
 
     def standard_normal(self, count: int) -> np.ndarray: ...
+
+
+@runtime_checkable
+class IntegerNoise(Protocol):
+    """Draws of the discrete Gaussian N_Z(0, sigma²), each used once."""
+
+    @property
+    def origin(self) -> NoiseOrigin: ...
+
+    @property
+    def sigma(self) -> float: ...
+
+    def check(self) -> None:
+        """Raise if no draws can come: asked before a charge, so that none is wasted."""
+
+    def integers(self, count: int) -> np.ndarray: ...
 
 
 class SecureNoise:
@@ -45,3 +76,136 @@ def _box_muller(entropy: bytes, count: int) -> np.ndarray:
     radius = np.sqrt(-2.0 * np.log(uniforms[:half]))
     angle = 2.0 * np.pi * uniforms[half:]
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+@contextlib.contextmanager
+def open_noise(
+    law: NoiseLaw, sigma: float, *, draws: int, seed: int | None = None
+) -> Iterator[NoiseSource | IntegerNoise]:
+    """The noise of a run. `draws`: about how many it will take; `seed`: NOT PRIVATE."""
+    if law == "gaussian":
+        yield SecureNoise() if seed is None else SeededNoise(seed)
+    elif draws <= FEW_DRAWS:
+        yield ExactNoise(sigma)
+    else:
+        with DrawnAhead(sigma) as ahead:
+            yield ahead
+
+
+# --- the exact discrete Gaussian ------------------------------------------------------------------
+
+_ADVICE = "reinstall opendp, or begin another run with --noise gaussian"
+
+
+def opendp_installed() -> bool:
+    return importlib.util.find_spec("opendp") is not None
+
+
+class ExactNoise:
+    """Discrete Gaussian noise from OpenDP, drawn when it is asked for. About 13 µs a draw of one core."""
+
+    origin: NoiseOrigin = "operating-system"
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        try:
+            self._draw = exact.sampler(sigma)
+        except Exception as error:  # missing, or of a version that calls things otherwise
+            raise DatalensError(
+                f"the exact noise needs OpenDP, which does not work here ({_one_line(error)}): {_ADVICE}"
+            ) from error
+
+    def check(self) -> None:
+        pass
+
+    def integers(self, count: int) -> np.ndarray:
+        return np.array(self._draw(count), dtype=np.int64)
+
+
+class DrawnAhead:
+    """The same noise, drawn ahead by a process of its own: the run does not wait for it, given a second core.
+
+    The process writes to a pipe (see `exact.py`) and ends when this one closes it or ends, however it ends. Ctrl-C does
+    not reach it. What this process has not asked for yet lies in the pipe, so a fork copies no draw, and in the
+    child of a fork the source refuses to be used.
+    """
+
+    origin: NoiseOrigin = "operating-system"
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", exact.__file__, repr(float(sigma)), str(self._owner)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,  # not one draw in a buffer of ours
+            start_new_session=True,  # a Ctrl-C in the terminal is for the run, which may need noise to end well
+        )
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout.fileno()
+        _enlarge(self._pipe)
+
+    def __enter__(self) -> "DrawnAhead":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Wait for the first draws, or say why there will be none."""
+        self._check_owner()
+        waiting = select.poll()
+        waiting.register(self._pipe, select.POLLIN)
+        if not waiting.poll()[0][1] & select.POLLIN:  # the other end was closed, and nothing is left
+            raise self._failure()
+
+    def integers(self, count: int) -> np.ndarray:
+        self._check_owner()
+        content = bytearray()
+        try:
+            while len(content) < 8 * count:
+                piece = os.read(self._pipe, 8 * count - len(content))
+                if not piece:
+                    raise self._failure()
+                content += piece
+        except BaseException:
+            self.close()  # what was read is gone with the error: nobody shall go on from the middle of a draw
+            raise
+        return np.frombuffer(bytes(content), dtype=np.int64)
+
+    def close(self) -> None:
+        """End the process, and wait until it has."""
+        if os.getpid() != self._owner or self._process.stdout is None or self._process.stdout.closed:
+            return
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise DatalensError("noise drawn ahead belongs to the process that ordered it: no other may use it too")
+        if self._process.stdout is None or self._process.stdout.closed:
+            raise DatalensError("the noise process was ended: continue with --resume")
+
+    def _failure(self) -> DatalensError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        said = b"" if self._process.stderr is None else self._process.stderr.read()
+        reason = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {self._process.returncode}"]
+        return DatalensError(f"the process that draws the noise has ended ({reason[0]}): continue with --resume")
+
+
+def _enlarge(pipe: int) -> None:
+    """Room for 131,072 draws, about two seconds' worth, where the system grants it; else the usual 8,192."""
+    import fcntl
+
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 2**20)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

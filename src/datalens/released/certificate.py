@@ -15,11 +15,15 @@ from typing import Any
 from datalens.config import Settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.privacy.accountant import Accountant
-from datalens.privacy.events import Event, GaussianEvent
+from datalens.privacy.accountant import AccountantName, side_by_side
+from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, Event, GaussianEvent, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
+PAGE = "CERTIFICATE.md"
+VERSION = 2
+# What a certificate of version 1, which had no page, did not say yet.
+_NEW = {"": ("declared_public", "chain"), "mechanism": ("price",), "settings": ("noise",)}
 
 NOT_PRIVATE = "NOT PRIVATE"
 NOT_COVERED = (
@@ -29,13 +33,24 @@ NOT_COVERED = (
     "other releases made from the same data (their costs add up)",
     "timing and other side channels of the machine that trained",
 )
+DECLARED_PUBLIC = (
+    "the name of the data set, its classes, and the size and channels of its images",
+    "the nominal number of records (under add-remove the true number is private)",
+    "all settings of the run, and the seed of its training randomness (not of its noise)",
+    "the number of releases, and what each cost (the ledger)",
+)
+CHAIN = (
+    "Hashes and the chain of the ledger detect accidents and careless edits. They do not detect an owner who rewrites "
+    "all of it: that the ledger is the whole truth is the owner's word."
+)
 
 
 def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
     """Everything a sceptic needs, from released and public values only."""
     certificate = _contents(settings, schema, ledger.budget, ledger.events)
     certificate |= {"versions": versions(), "sha256": sha256}
-    certificate["sha256"] = {**sha256, "certificate": _own_hash(certificate)}
+    certificate["sha256"] = {**sha256, PAGE: hashlib.sha256(page_bytes(certificate)).hexdigest()}
+    certificate["sha256"] |= {"certificate": _own_hash(certificate)}
     return certificate
 
 
@@ -46,10 +61,10 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
 
 def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
     """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check."""
-    origins = {event.noise for event in events if isinstance(event, GaussianEvent)}
+    origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = _is_private(budget, events)
     return {
-        "version": 1,
+        "version": VERSION,
         "private": private,
         "statement": statement(budget, private=private, unit=schema.record_unit),
         "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
@@ -60,14 +75,32 @@ def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[
         "mechanism": {
             "name": "sum of teachers' compressed votes with Gaussian noise (TopAgg)",
             "sensitivity": "2·sqrt(k·batch) per event: one record changes one teacher's row",
-            "noise": "rounded to integers" if settings.compress != "topk" else "floating point (see docs/privacy.md)",
+            "noise": _noise_of(settings),
+            "price": _price_of(settings),
             "events": len(events),
         },
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
+        "declared_public": list(DECLARED_PUBLIC),
         "not_covered": list(NOT_COVERED),
+        "chain": CHAIN,
         "settings": settings.as_dict(),
     }
+
+
+def _noise_of(settings: Settings) -> str:
+    if settings.noise == "discrete-gaussian":
+        return "exact discrete Gaussian (OpenDP)"
+    return "rounded to integers" if settings.compress != "topk" else "floating point (see docs/privacy.md)"
+
+
+def _price_of(settings: Settings) -> str:
+    """By which theorem noise of this kind is paid for."""
+    if settings.noise == "gaussian":
+        return "as Gaussian noise of variance sigma²"
+    if settings.sigma >= LEAST_SMOOTH:
+        return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
+    return "as zCDP"
 
 
 def statement(budget: Budget, *, private: bool, unit: str) -> str:
@@ -81,6 +114,53 @@ def statement(budget: Budget, *, private: bool, unit: str) -> str:
     )
 
 
+def page_bytes(certificate: dict[str, Any]) -> bytes:
+    """The certificate on one page, for who answers for the data: generated, and compared by the check."""
+    c = certificate
+    epsilon, delta, spent = float(c["budget"]["epsilon"]), float(c["budget"]["delta"]), float(c["epsilon_spent"])
+    stamp = "" if c["private"] else f" **{NOT_PRIVATE}.**"
+    cost = f"ε = {spent:.4g} (δ = {delta:g}, {c['relation']}, {c['accountant']} accountant)"
+    lines = [f"# Privacy certificate: synthetic data made from {c['public']['name']}", "", f"**{c['statement']}**", ""]
+    if c["private"]:
+        happens = "was in the data or not" if c["relation"] == "add-remove" else "was this one or any other"
+        lines += [
+            f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, can "
+            f"hardly tell whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
+            f"{math.exp(min(epsilon, 700.0)):.3g}, except with a probability of about δ = {delta:g}. It stays so "
+            "whatever is done with the folder later.",
+            "",
+        ]
+    else:
+        lines += ["Treat this folder as you would treat the data it was made from.", ""]
+    lines += [
+        "| | |",
+        "|---|---|",
+        f"| protected | {c['privacy_unit']}; data sets that differ in one are {c['relation']} neighbours |",
+        f"| budget | ε = {epsilon:g} (δ = {delta:g}, {c['relation']}, {c['accountant']} accountant), fixed before "
+        f"training.{stamp} |",
+        f"| spent | {cost}, in {c['mechanism']['events']} releases.{stamp} |",
+        f"| mechanism | {c['mechanism']['name']}; {c['mechanism']['sensitivity']} |",
+        f"| noise | {c['mechanism']['noise']}, from: {', '.join(c['noise']['origin'])}; "
+        f"priced {c['mechanism']['price']} |",
+        "",
+        "Declared public, so not protected:",
+        "",
+        *(f"- {item}" for item in c["declared_public"]),
+        "",
+        "Not covered by the guarantee:",
+        "",
+        *(f"- {item}" for item in c["not_covered"]),
+        "",
+        "To check it, with nothing but this folder: `datalens verify FOLDER`. " + c["chain"],
+        "",
+        "| file | SHA-256 |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in sorted(c["sha256"].items()) if name not in (PAGE, "certificate")),
+        "",
+    ]
+    return "\n".join(lines).encode()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """What `datalens verify` found. `problems` is empty exactly when the release stands."""
@@ -88,9 +168,16 @@ class Verification:
     problems: tuple[str, ...]
     budget: Budget
     spent: float
-    spent_by: dict[str, float]
-    events: int
+    charged: tuple[Event, ...]
     private: bool
+
+    @property
+    def events(self) -> int:
+        return len(self.charged)
+
+    def spent_by(self) -> dict[AccountantName, float | str]:
+        """What every accountant makes of the ledger, or why it has no price. (Not needed to verify, and slower.)"""
+        return side_by_side([(event, 1) for event in self.charged], self.budget.delta)
 
 
 def check_release(release: Path) -> Verification:
@@ -115,19 +202,19 @@ def check_release(release: Path) -> Verification:
     if not spent <= budget.epsilon:
         problems.append(f"the ledger adds up to {budget.describe(spent)}, over its budget of {budget.epsilon:g}")
     problems += _disagreements(certificate, budget, events, spent)
+    problems += _page_problems(release, certificate)
     return Verification(
         problems=tuple(problems),
         budget=budget,
         spent=spent,
-        spent_by={name: Accountant(name=name).epsilon(events, budget.delta) for name in ("exact", "rdp")},
-        events=len(events),
+        charged=events,
         private=_is_private(budget, events),
     )
 
 
 def _is_private(budget: Budget, events: tuple[Event, ...]) -> bool:
     """A finite budget, and every release with noise nobody can know."""
-    seeded = any(isinstance(event, GaussianEvent) and event.noise == "seeded" for event in events)
+    seeded = any(not isinstance(event, UnknownEvent) and event.noise == "seeded" for event in events)
     return math.isfinite(budget.epsilon) and not seeded
 
 
@@ -136,6 +223,8 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
     try:
         settings, schema = Settings.from_dict(certificate["settings"]), Schema.from_dict(certificate["public"])
         expected = _contents(settings, schema, budget, events)
+        if certificate["version"] == 1:
+            expected = _as_of_version_1(expected)
         stated = float(certificate["epsilon_spent"])
         found = _impossible(settings, budget, events)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
@@ -150,6 +239,27 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
     return found
 
 
+def _as_of_version_1(contents: dict[str, Any]) -> dict[str, Any]:
+    """Old releases still stand: the same, less what had not been thought of."""
+    old = {name: value for name, value in contents.items() if name not in _NEW[""]} | {"version": 1}
+    for part in ("mechanism", "settings"):
+        old[part] = {name: value for name, value in old[part].items() if name not in _NEW[part]}
+    return old
+
+
+def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
+    """The page must be there, and say what the certificate says."""
+    if certificate.get("version") == 1:
+        return []
+    if not (release / PAGE).is_file():
+        return [f"{PAGE} is missing"]
+    try:
+        same = (release / PAGE).read_bytes() == page_bytes(certificate)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        same = False
+    return [] if same else [f"{PAGE} does not say what {CERTIFICATE} says"]
+
+
 def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """Settings under which this ledger cannot have come about."""
     found = []
@@ -161,6 +271,11 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
         found.append("the settings state another k or batch than the ledger was charged for")
     if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
         found.append("the ledger has events that are not sums of teachers' votes: they cost 2·sqrt(k·batch) each")
+    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
+    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
+        found.append("the settings state another kind of noise than the ledger")
+    if any(event.coordinates != settings.batch * settings.basis_size for event in discrete):
+        found.append("the settings state another number of coordinates than the ledger")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")
     if (settings.shares == "balanced") != (budget.relation == "replace-one"):

@@ -20,6 +20,9 @@ from datalens.released import certificate as certificates
 from datalens.released.generator import Architecture, Generator, draw_latent, recalibrated
 from datalens.released.synthetic import SyntheticDataset, grid
 
+# Of a generator that is read: far above any that is written.
+MOST_PIXELS, MOST_LAYERS = 2**24, 12
+
 
 def write_release(run: Path, generator: Generator, *, settings: Settings, schema: Schema, ledger: Ledger) -> Path:
     """Write `release/` whole beside its place, then swap it in."""
@@ -43,6 +46,7 @@ def write_release(run: Path, generator: Generator, *, settings: Settings, schema
     certificate = certificates.make_certificate(
         settings=settings, schema=schema, ledger=ledger, sha256=certificates.release_hashes(draft)
     )
+    (draft / certificates.PAGE).write_bytes(certificates.page_bytes(certificate))
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
     (draft / certificates.WEIGHTS).chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # it comes as 0600
     for file in draft.iterdir():
@@ -67,13 +71,36 @@ def load_generator(release: Path) -> tuple[Generator, tuple[str, ...]]:
             fields, classes = described["architecture"], tuple(str(name) for name in described["classes"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         fields |= {"shape": tuple(fields["shape"]), "widths": tuple(fields["widths"])}
-        generator = Generator(Architecture(**fields))
-        generator.load_state_dict(weights)
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        generator = _rebuilt(Architecture(**fields), weights)
+        if len(classes) != generator.architecture.classes:
+            raise ValueError("there must be a name for every class")
+    except (
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise DatalensError(
             f"{path} is not a generator of ours ({type(error).__name__}): fetch the release again"
         ) from error
     return generator.eval(), classes
+
+
+def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Generator:
+    """The generator with these weights. Built without memory first: a description may name any size."""
+    channels, height, width = architecture.shape
+    if min(architecture.shape) < 1 or channels * height * width > MOST_PIXELS or len(architecture.widths) > MOST_LAYERS:
+        raise ValueError("no generator of ours makes images like that")
+    with torch.device("meta"):
+        generator = Generator(architecture)
+    expected = {name: value.dtype for name, value in generator.state_dict().items()}
+    # .clone(): a file's tensors may share memory with it
+    weights = {name: value.to(expected.get(name)).clone() for name, value in weights.items()}
+    generator.load_state_dict(weights, assign=True)
+    return generator
 
 
 def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image
 
+from datalens.datasets.parquet import check_unpacked
 from datalens.errors import DatalensError
 from datalens.progress import bar
 
@@ -318,6 +319,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
         for key in (b"datalens.classes", b"datalens.certificate"):
             if key not in metadata:
                 raise DatalensError(f"the schema metadata has no {key.decode()!r}")
+        check_unpacked(file.metadata)
         images = _decode(_parquet_images(file), file.metadata.num_rows)
         labels = file.read(columns=["label"]).column("label")
         if labels.null_count:

@@ -15,7 +15,7 @@ from typing import Any
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce import runtime
+from datalens.reproduce import figure2, runtime
 from datalens.runs import write_atomically
 
 
@@ -61,7 +61,8 @@ def tables() -> dict[str, Table]:
 
 
 def listing() -> dict[str, str]:
-    return {name: table.title for name, table in tables().items()} | {"runtime": runtime.TITLE}
+    own = {"runtime": runtime.TITLE, "figure2": figure2.TITLE}
+    return {name: table.title for name, table in tables().items()} | own
 
 
 def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
@@ -69,6 +70,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any
     known = tables()
     if name == "runtime":
         return runtime.reproduce(full=full, out=out, device=device)
+    if name == "figure2":
+        return figure2.reproduce(full=full, out=out, device=device)
     if name not in known:
         raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(listing())}")
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
@@ -177,6 +180,7 @@ def _row(cell: Cell, result: dict[str, Any] | None) -> dict[str, Any]:
         "delta": trained.get("delta"),
         "relation": trained.get("relation"),
         "accountant": trained.get("accountant"),
+        "private": trained.get("private"),
         "steps": trained.get("steps"),
         "teachers": result["settings"]["teachers"] if result else None,
         "train_seconds": trained.get("seconds"),
@@ -198,6 +202,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
             "not run: its method is not built yet"
             if r["ours"] is None
             else f"{float(r['epsilon_spent']):.4g}, {r['delta']:g}, {r['relation']}, {r['accountant']}"
+            + ("" if r["private"] else " NOT PRIVATE")
         )
         difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
         lines.append(

@@ -1,0 +1,359 @@
+"""Does the gate keep what the ledger claims? Attacks on the mechanism, and what their success proves.
+
+A claim of ε can be proved wrong by an attack and never proved right: a bound under the claim says that this
+attack found nothing. So every audit also runs on mechanisms that are broken on purpose, and must catch them.
+
+Levels. `REPORT_LEVEL`: the bound that is shown holds with 95 % confidence. `VERDICT_LEVEL`: a claim is called broken,
+and a control caught, only by a bound that holds with 99.99 %: an honest mechanism whose worst case is attacked
+perfectly raises a false alarm in at most one audit of 10,000.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import beta, binom, norm
+from torch import Tensor
+
+from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
+from datalens.errors import DatalensError
+from datalens.privacy.accountant import Accountant, AccountantName, calibrate_sigma, exact_epsilon
+from datalens.privacy.events import NoiseLaw, Relation
+from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.mechanisms import Mechanism
+from datalens.privacy.released import Released
+
+REPORT_LEVEL = 0.05
+VERDICT_LEVEL = 1e-4
+STATISTIC = "⟨release, flip direction⟩"
+
+
+# --- broken twins: each must be caught ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peeking:
+    """The first image's sum leaves without noise, at the price of noise."""
+
+    mechanism: Mechanism
+
+    def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
+        honest = self.mechanism.release(contributions, ledger, step=step)
+        value = honest.value.copy()
+        value[0] = contributions.private_total[0].cpu().numpy()
+        return Released(value=value, event=honest.event, number=honest.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weakened:
+    """One mechanism releases, another is charged for."""
+
+    charged: Mechanism
+    released: Mechanism
+
+    def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
+        paid = self.charged.release(contributions, ledger, step=step)
+        free = Ledger.in_memory(_unlimited(ledger.budget.delta, ledger.budget.relation, "exact"))
+        value = self.released.release(contributions, free, step=step).value
+        return Released(value=value, event=paid.event, number=paid.number)
+
+
+# --- from counted errors to a bound ---------------------------------------------------------------
+
+
+def rate_upper(count: int, trials: int, level: float) -> float:
+    """Clopper-Pearson: a rate that is at least the true one with probability 1 − level."""
+    return 1.0 if count == trials else float(beta.ppf(1 - level, count + 1, trials - count))
+
+
+def rate_lower(count: int, trials: int, level: float) -> float:
+    """Clopper-Pearson: a rate that is at most the true one with probability 1 − level."""
+    return 0.0 if count == 0 else float(beta.ppf(level, count, trials - count + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How often a test, fixed beforehand, took one world for the other."""
+
+    false_alarms: int
+    without: int  # trials in the world without the record
+    misses: int
+    with_it: int  # trials in the world with it
+
+    def mu(self, level: float) -> float:
+        """No test on a μ-GDP release errs less than Φ(Φ⁻¹(1 − FPR) − μ), so μ ≥ −Φ⁻¹(FPR) − Φ⁻¹(FNR) (Dong et al.).
+
+        Both rates at their upper ends, half of the level each: the bound holds with probability 1 − level.
+        """
+        false_alarm = rate_upper(self.false_alarms, self.without, level / 2)
+        miss = rate_upper(self.misses, self.with_it, level / 2)
+        return max(0.0, float(-norm.ppf(false_alarm) - norm.ppf(miss)))
+
+    def pooled_mu(self, level: float) -> float:
+        """The same from all errors together, where both worlds were tried as often: FPR + FNR ≥ 2Φ(−μ/2) for any test.
+
+        One rate over all trials has a narrower interval than two. That the worlds' rates may differ makes the count
+        of errors only steadier than a binomial one (Hoeffding 1956), so the level holds.
+        """
+        if self.without != self.with_it:
+            raise ValueError(f"{self.without} and {self.with_it} trials cannot be pooled: try both worlds as often")
+        rate = rate_upper(self.false_alarms + self.misses, self.without + self.with_it, level)
+        return max(0.0, float(-2 * norm.ppf(rate)))
+
+    def epsilon(self, delta: float, level: float) -> float:
+        """The ε that a Gaussian mechanism with at least this μ has at δ."""
+        return exact_epsilon(self.mu(level) ** 2, delta)
+
+
+def count_errors(without: np.ndarray, with_it: np.ndarray, *, threshold: float) -> Errors:
+    """Says "with" above the threshold."""
+    return Errors(
+        false_alarms=int((without > threshold).sum()),
+        without=len(without),
+        misses=int((with_it <= threshold).sum()),
+        with_it=len(with_it),
+    )
+
+
+def one_run_p_value(*, canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """How likely so many right guesses are, at most, if one run over all canaries is (ε, δ)-DP.
+
+    Each canary was in or out by a fair coin. At δ = 0 the guesses are beaten by randomised response: right
+    with probability e^ε/(1 + e^ε) each. A δ costs at most 2mδ·max over i of P[v − i ≤ Binomial < v]/i more
+    (Steinke, Nasr, Jagielski 2023, Theorem 5.2).
+    """
+    chance = 1 / (1 + math.exp(-epsilon))
+    by_luck = float(binom.sf(right - 1, guesses, chance))
+    just_under = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v − i ≤ Binomial < v]
+    by_delta = float((just_under / np.arange(1, right + 1)).max()) if right else 0.0
+    return min(1.0, by_luck + 2 * canaries * delta * by_delta)
+
+
+def one_run_epsilon(*, canaries: int, guesses: int, right: int, delta: float, level: float) -> float:
+    """The largest ε that so many right guesses rule out at this level; 0 if they rule out none."""
+    if not 0 <= right <= guesses <= canaries:
+        raise ValueError(f"{right} right of {guesses} guesses about {canaries} canaries cannot be")
+
+    def ruled_out(epsilon: float) -> bool:
+        return one_run_p_value(canaries=canaries, guesses=guesses, right=right, epsilon=epsilon, delta=delta) <= level
+
+    if not ruled_out(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while ruled_out(high):
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ruled_out(middle) else (low, middle)
+    return low
+
+
+# --- the worst case -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """Two sets of votes that differ in one teacher, all of whose signs are flipped: 2√(km), as far as rows can be.
+
+    `believed`: how far apart the sum claims its rows to be, in bounds: 2 is the truth.
+    """
+
+    k: int
+    images: int
+    others: int = 3
+    believed: float = 2.0
+
+    def votes(self, *, flipped: bool, trials: int = 1) -> BoundedSum:
+        """`trials` copies of the votes, one after the other: one release of all of them is as many releases of one."""
+        rows = torch.stack([-self.direction if flipped else self.direction, *self._others()])
+        bound = math.sqrt(self.k * self.images * trials)
+        return sum_bounded(
+            [
+                Contributions(
+                    rows=rows.repeat(1, trials, 1),
+                    l2_bound=bound,
+                    diameter=self.believed * bound,
+                    row_unit="teacher",
+                    units=torch.arange(len(rows)),
+                )
+            ]
+        )
+
+    @property
+    def direction(self) -> Tensor:
+        """[images, k] int8: the votes of the teacher in question."""
+        return _pattern(self.images, self.k, 0)
+
+    @property
+    def threshold(self) -> float:
+        """Half way between the two worlds: the attacker knows what all the others vote. No release was looked at."""
+        return float(sum((other.to(torch.int64) * self.direction).sum() for other in self._others()))
+
+    def _others(self) -> list[Tensor]:
+        return [_pattern(self.images, self.k, teacher) for teacher in range(1, 1 + self.others)]
+
+
+def _pattern(images: int, k: int, teacher: int) -> Tensor:
+    place = torch.arange(images * k) + 5 * teacher
+    return torch.where(place % (3 + teacher) == 0, -1, 1).to(torch.int8).view(images, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is done and what is charged for it. In a control the two differ, in one way."""
+
+    name: str
+    mechanism: Mechanism
+    votes: Neighbours
+    charged: Mechanism
+    charged_votes: Neighbours
+    releases: int = 1
+
+    def claimed(self, delta: float, relation: Relation, accountant: AccountantName) -> float:
+        """What a ledger says that all releases of one trial cost."""
+        ledger = Ledger.in_memory(_unlimited(delta, relation, accountant))
+        for step in range(self.releases):
+            self.charged.release(self.charged_votes.votes(flipped=False), ledger, step=step)
+        return ledger.spent()
+
+    def statistics(self, *, flipped: bool, trials: int, relation: Relation) -> np.ndarray:
+        """[trials]: ⟨release, flip direction⟩, added up over the releases of a trial."""
+        votes = self.votes.votes(flipped=flipped, trials=trials)
+        direction = self.votes.direction.flatten().numpy().astype(np.float64)
+        total = np.zeros(trials)
+        for step in range(self.releases):
+            ledger = Ledger.in_memory(_unlimited(0.5, relation, "exact"))
+            value = self.mechanism.release(votes, ledger, step=step).value
+            total += value.reshape(trials, -1).astype(np.float64) @ direction
+        return total
+
+
+def _unlimited(delta: float, relation: Relation, accountant: AccountantName) -> Budget:
+    return Budget(epsilon=math.inf, delta=delta, relation=relation, accountant=accountant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One audit of a mechanism: what it is calibrated to, and how it is asked."""
+
+    epsilon: float
+    delta: float
+    relation: Relation = "add-remove"
+    accountant: AccountantName = "exact"
+    law: NoiseLaw = "gaussian"
+    trials: int = 10_000  # in each world
+    releases: int = 1
+    k: int = 8
+    images: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("trials", 100), ("releases", 1), ("k", 1), ("images", 4)):
+            if getattr(self, name) < least:
+                raise DatalensError(f"--{name} must be at least {least} for an audit, not {getattr(self, name)}")
+        if not math.isfinite(self.epsilon):
+            raise DatalensError("an infinite epsilon claims nothing that an audit could prove wrong: give a finite one")
+        _unlimited(self.delta, self.relation, self.accountant)
+        if not self.epsilon > 0:
+            raise DatalensError(f"epsilon must be above 0, not {self.epsilon:g}")
+
+    def sigma(self, sensitivity: float) -> float:
+        return calibrate_sigma(
+            sensitivity=sensitivity,
+            steps=self.releases,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            accountant=Accountant(name=self.accountant),
+            law=self.law,
+            coordinates=self.k * self.images,
+        )
+
+
+MakeMechanism = Callable[[float], Mechanism]  # from σ
+
+
+def honest(plan: Plan, make: MakeMechanism) -> Subject:
+    """The mechanism as it is: charged for what it does."""
+    votes = Neighbours(k=plan.k, images=plan.images)
+    mechanism = make(plan.sigma(2 * math.sqrt(plan.k * plan.images)))
+    return Subject(
+        name="as it is",
+        mechanism=mechanism,
+        votes=votes,
+        charged=mechanism,
+        charged_votes=votes,
+        releases=plan.releases,
+    )
+
+
+def controls(plan: Plan, make: MakeMechanism) -> list[Subject]:
+    """Three ways in which published code was wrong. Each is the real mechanism, calibrated or charged wrongly."""
+    votes, one_image = Neighbours(k=plan.k, images=plan.images), Neighbours(k=plan.k, images=1)
+    short = Neighbours(k=plan.k, images=plan.images, believed=1.0)
+    sigma = plan.sigma(2 * math.sqrt(plan.k * plan.images))
+    too_short, too_few = make(plan.sigma(math.sqrt(plan.k * plan.images))), make(plan.sigma(2 * math.sqrt(plan.k)))
+    wrong = (
+        ("half the noise", make(sigma / 2), votes, make(sigma), votes),
+        ("sensitivity √k for 2√k", too_short, short, too_short, short),
+        ("charged per batch, not per image", too_few, votes, too_few, one_image),
+    )
+    return [
+        Subject(
+            name=name,
+            mechanism=mechanism,
+            votes=asked,
+            charged=charged,
+            charged_votes=paid,
+            releases=plan.releases,
+        )
+        for name, mechanism, asked, charged, paid in wrong
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What an audit says about one claim. Both bounds are lower bounds on ε at the claim's δ."""
+
+    name: str
+    claimed: float
+    lower_bound: float  # at REPORT_LEVEL
+    verdict_bound: float  # at VERDICT_LEVEL
+    trials: int
+
+    @property
+    def broken(self) -> bool:
+        """The claim is wrong: more leaks than it says. For a control: it was caught."""
+        return self.verdict_bound > self.claimed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "broken": self.broken}
+
+
+def finding(name: str, errors: Errors, *, claimed: float, delta: float) -> Finding:
+    return Finding(
+        name=name,
+        claimed=claimed,
+        lower_bound=errors.epsilon(delta, REPORT_LEVEL),
+        verdict_bound=errors.epsilon(delta, VERDICT_LEVEL),
+        trials=errors.without + errors.with_it,
+    )
+
+
+PART = 250  # trials between two ticks of a progress bar
+
+
+def audit(subject: Subject, plan: Plan, tick: Callable[[int], object] = lambda done: None) -> Finding:
+    """Release in both worlds, tell them apart by a threshold fixed beforehand, and bound ε by the errors made."""
+    found: dict[bool, np.ndarray] = {}
+    for flipped in (False, True):
+        parts = []
+        for start in range(0, plan.trials, PART):
+            count = min(PART, plan.trials - start)
+            parts.append(subject.statistics(flipped=flipped, trials=count, relation=plan.relation))
+            tick(count)
+        found[flipped] = np.concatenate(parts)
+    errors = count_errors(found[True], found[False], threshold=plan.releases * subject.votes.threshold)
+    claimed = subject.claimed(plan.delta, plan.relation, plan.accountant)
+    return finding(subject.name, errors, claimed=claimed, delta=plan.delta)

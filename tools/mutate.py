@@ -1,0 +1,458 @@
+"""Mutation testing of `privacy/` and `bounded/`: one small change to the source at a time; do the tests notice?
+
+    python tools/mutate.py                       every module, hours on one core
+    python tools/mutate.py bounded/topk_sign.py  one module
+    python tools/mutate.py --sample 20           some mutants of each, drawn at random
+
+A mutant that no test notices survives. Survivors that change nothing about privacy are listed with a reason in
+docs/mutation.md, which this script reads; any other makes it end with exit code 1.
+
+The tree is copied first, so that edits during the run do not matter, and every mutant's tests run in a fork of a
+process that has torch loaded already.
+"""
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Module → its tests, those that fail soonest first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
+    "bounded/topk_sign.py": ("unit/test_topk_sign.py", "unit/test_contributions.py", "unit/test_survivors.py"),
+    "bounded/kernels.py": ("unit/test_kernels.py", "unit/test_survivors.py"),
+    "privacy/journal.py": ("unit/test_journal.py", "unit/test_survivors.py"),
+    "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
+    "privacy/mechanisms.py": (
+        *("unit/test_mechanisms.py", "unit/test_exact_noise.py", "unit/test_ledger.py", "statistical/test_noise.py"),
+        "statistical/test_discrete_noise.py",
+    ),
+    "privacy/noise.py": ("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
+    "privacy/exact.py": ("unit/test_exact_noise.py", "statistical/test_discrete_noise.py"),
+    "privacy/events.py": ("unit/test_events.py", "unit/test_discrete_price.py", "unit/test_ledger.py"),
+    "privacy/ledger.py": ("unit/test_ledger.py", "unit/test_survivors.py", "unit/test_journal.py"),
+    "privacy/accountant.py": (
+        *("unit/test_discrete_price.py", "golden/test_golden_budget.py", "unit/test_three_accountants.py"),
+        *("unit/test_accountant.py", "unit/test_survivors.py"),
+    ),
+    "privacy/bounds.py": ("unit/test_bounds.py",),
+    "privacy/audit.py": ("unit/test_audit.py",),
+}
+
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+}
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.RShift: ast.LShift,
+    ast.BitXor: ast.BitAnd,
+}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "sqrt": "abs", "exp": "expm1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One changed source. `before` and `after` show the statement around the change; they name the mutant."""
+
+    module: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        return self.module, self.before, self.after
+
+
+# --- making mutants ---------------------------------------------------------------------------
+
+
+def mutants(module: str, source: str) -> list[Mutant]:
+    """All of them, each once. Changes that only alter a message, a type or a docstring are left out."""
+    tree = ast.parse(source)
+    found: dict[tuple[str, str, str], Mutant] = {}
+    for path, statement in statements(tree):
+        for before, after, changed in changes(statement):
+            whole = copy.deepcopy(tree)
+            put(whole, path, changed)
+            text = ast.unparse(ast.fix_missing_locations(whole))
+            mutant = Mutant(module=module, line=statement.lineno, before=before, after=after, source=text)
+            found.setdefault(mutant.name, mutant)
+    return list(found.values())
+
+
+Path_ = tuple[tuple[str, int], ...]
+
+
+def statements(tree: ast.Module) -> Iterator[tuple[Path_, ast.stmt]]:
+    """Every statement that does something, with the way to it."""
+
+    def walk(node: ast.AST, path: Path_) -> Iterator[tuple[Path_, ast.stmt]]:
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if not isinstance(block, list):
+                continue
+            for number, child in enumerate(block):
+                here = (*path, (field, number))
+                if not is_silent(child):
+                    yield here, child
+                if not (isinstance(child, ast.ClassDef) and any(ast.unparse(b) == "Protocol" for b in child.bases)):
+                    yield from walk(child, here)
+        for number, handler in enumerate(getattr(node, "handlers", [])):
+            yield from walk(handler, (*path, ("handlers", number)))
+
+    return walk(tree, ())
+
+
+def is_silent(node: ast.stmt) -> bool:
+    """Imports, docstrings, type aliases, plain declarations."""
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Global | ast.Nonlocal):
+        return True
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True
+    aliases = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name)
+    is_type = aliases and isinstance(node.targets[0], ast.Name) and re.match(r"[A-Z][a-z]", node.targets[0].id)  # type: ignore[union-attr]
+    return bool(is_type)
+
+
+def put(tree: ast.Module, path: Path_, statement: ast.stmt) -> None:
+    node: ast.AST = tree
+    for field, number in path[:-1]:
+        node = getattr(node, field)[number]
+    field, number = path[-1]
+    getattr(node, field)[number] = statement
+
+
+def changes(statement: ast.stmt) -> Iterator[tuple[str, str, ast.stmt]]:
+    """(what it was, what it is, the changed statement). Of a compound statement its head alone."""
+    head = headline(statement)
+    for removed in removals(statement):
+        yield head, headline(removed), removed
+    if isinstance(statement, ast.Raise):
+        return
+    for number, (_, _) in enumerate(spots(statement)):
+        for alternative in range(9):
+            changed = copy.deepcopy(statement)
+            node, swap = list(spots(changed))[number]
+            options = swap(node)
+            if alternative >= len(options):
+                break
+            options[alternative]()
+            if headline(changed) != head:
+                yield head, headline(changed), changed
+
+
+def removals(statement: ast.stmt) -> Iterator[ast.stmt]:
+    gone = ast.copy_location(ast.Pass(), statement)
+    if isinstance(statement, ast.Raise) or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        yield gone
+    if isinstance(statement, ast.Return) and statement.value is not None and ast.unparse(statement.value) != "None":
+        yield ast.copy_location(ast.Return(value=ast.Constant(None)), statement)
+    if isinstance(statement, ast.If | ast.While | ast.IfExp):
+        for value in (True, False) if isinstance(statement, ast.If) else (False,):
+            changed = copy.copy(statement)
+            changed.test = ast.Constant(value)
+            yield changed
+    if isinstance(statement, ast.AugAssign):
+        yield gone
+    if isinstance(statement, ast.Break | ast.Continue):
+        yield gone
+
+
+Swap = Callable[[ast.AST], list[Callable[[], None]]]
+
+
+def spots(statement: ast.stmt) -> Iterator[tuple[ast.AST, Swap]]:
+    """Nodes of the statement's head that can be changed."""
+    for node in own_nodes(statement):
+        swap = SWAPS.get(type(node))
+        if swap is not None:
+            yield node, swap
+
+
+def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Not those of nested statements, annotations, decorators and texts that are put together."""
+    skipped = {
+        "body",
+        "orelse",
+        "finalbody",
+        "handlers",
+        "annotation",
+        "returns",
+        "decorator_list",
+        "bases",
+        "type_params",
+    }
+    stack: list[ast.AST] = [statement]
+    while stack:
+        node = stack.pop()
+        yield node
+        for field, value in ast.iter_fields(node):
+            if isinstance(node, ast.stmt | ast.ExceptHandler) and field in skipped:
+                continue
+            if isinstance(node, ast.arg):
+                continue
+            for child in reversed(value if isinstance(value, list) else [value]):
+                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt | ast.JoinedStr):
+                    stack.append(child)
+
+
+def compare(node: ast.Compare) -> list[Callable[[], None]]:
+    return [
+        lambda i=i, new=new: node.ops.__setitem__(i, new())  # type: ignore[misc]
+        for i, op in enumerate(node.ops)
+        for new in COMPARISONS[type(op)]
+    ]
+
+
+def arithmetic(node: ast.BinOp | ast.AugAssign) -> list[Callable[[], None]]:
+    new = ARITHMETIC.get(type(node.op))
+    return [] if new is None else [lambda: setattr(node, "op", new())]
+
+
+def boolean(node: ast.BoolOp) -> list[Callable[[], None]]:
+    other = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
+    return [
+        lambda: setattr(node, "op", other),
+        *(lambda i=i: node.values.pop(i) for i in range(len(node.values)) if len(node.values) > 2),  # type: ignore[misc]
+    ]
+
+
+def unary(node: ast.UnaryOp) -> list[Callable[[], None]]:
+    def drop() -> None:
+        inner = node.operand
+        if isinstance(node.op, ast.Not):
+            node.operand = ast.UnaryOp(op=ast.Not(), operand=inner)
+        else:
+            node.op = ast.UAdd()
+
+    return [drop] if isinstance(node.op, ast.Not | ast.USub) else []
+
+
+def constant(node: ast.Constant) -> list[Callable[[], None]]:
+    value = node.value
+    new: list[object] = []
+    if isinstance(value, bool):
+        new = [not value]
+    elif isinstance(value, int):
+        new = [value + 1, *([value - 1] if value > 0 else [])]
+    elif isinstance(value, float):
+        new = [value * 2, value / 2] if value else [1.0]
+    elif isinstance(value, str) and re.fullmatch(r"[\w.-]{1,24}", value):
+        new = [value + "X"]
+    elif isinstance(value, bytes):
+        new = [value + b"X"]
+    return [lambda other=other: setattr(node, "value", other) for other in new]  # type: ignore[misc]
+
+
+def call(node: ast.Call) -> list[Callable[[], None]]:
+    options: list[Callable[[], None]] = []
+    if len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        options.append(lambda: node.args.__setitem__(slice(0, 2), node.args[1::-1]))
+    named = node.func if isinstance(node.func, ast.Name) else None
+    attribute = node.func if isinstance(node.func, ast.Attribute) else None
+    if named is not None and named.id in NAMES:
+        options.append(lambda: setattr(named, "id", NAMES[named.id]))
+    if attribute is not None and attribute.attr in NAMES:
+        options.append(lambda: setattr(attribute, "attr", NAMES[attribute.attr]))
+    return options
+
+
+def conditional(node: ast.IfExp) -> list[Callable[[], None]]:
+    def swap() -> None:
+        node.body, node.orelse = node.orelse, node.body
+
+    return [swap]
+
+
+def subscript(node: ast.Slice) -> list[Callable[[], None]]:
+    return [lambda f=f: setattr(node, f, None) for f in ("lower", "upper") if getattr(node, f) is not None]  # type: ignore[misc]
+
+
+SWAPS: dict[type[ast.AST], Swap] = {  # type: ignore[assignment]
+    ast.Compare: compare,
+    ast.BinOp: arithmetic,
+    ast.AugAssign: arithmetic,
+    ast.BoolOp: boolean,
+    ast.UnaryOp: unary,
+    ast.Constant: constant,
+    ast.Call: call,
+    ast.IfExp: conditional,
+    ast.Slice: subscript,
+}
+
+
+def headline(statement: ast.stmt) -> str:
+    """The statement on one line; of a compound one the head alone."""
+    if hasattr(statement, "body"):
+        statement = copy.copy(statement)
+        for field in ("body", "orelse", "finalbody", "handlers", "decorator_list"):
+            if hasattr(statement, field):
+                setattr(statement, field, [ast.Pass()] if field == "body" else [])
+    text = ast.unparse(ast.fix_missing_locations(statement))
+    return " ".join(text.split()).removesuffix(" pass")
+
+
+# --- testing them -----------------------------------------------------------------------------
+
+
+def test(tree: Path, tests: tuple[str, ...], limit: float) -> str:
+    """`killed`, `survived` or `timeout` (which counts as killed: a hanging gate releases nothing)."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(tree)
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.path[:0] = [str(tree / "src"), str(tree)]
+        options = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:cov",
+            "--no-header",
+            "-o",
+            "addopts=",
+            "-m",
+            "not slow and not gpu",
+        ]
+        os._exit(0 if sys.modules["pytest"].main([*options, *(f"tests/{name}" for name in tests)]) == 0 else 1)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if status == 0 else "killed"
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def copy_tree(to: Path) -> None:
+    hidden = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("src", "tests", "benchmarks", "docs"):
+        shutil.copytree(ROOT / name, to / name, ignore=hidden)
+    for name in ("pyproject.toml", "Makefile", "README.md"):
+        shutil.copy(ROOT / name, to / name)
+
+
+def run(
+    tree: Path, module: str, luck: random.Random, sample: int | None, wanted: Callable[[Mutant], bool]
+) -> list[dict]:
+    path = tree / "src" / "datalens" / module
+    source = path.read_text(encoding="utf-8")
+    tests = tuple(name for name in TESTS[module] if (tree / "tests" / name).exists())
+    began = time.monotonic()
+    if test(tree, tests, 600) != "survived":
+        sys.exit(
+            f"the tests of {module} fail without a mutation: mend them first\n{(tree / 'log').read_text()[-3000:]}"
+        )
+    limit = 2 * (time.monotonic() - began) + 10
+    todo = [mutant for mutant in mutants(module, source) if wanted(mutant)]
+    if sample is not None:
+        todo = luck.sample(todo, min(sample, len(todo)))
+    results = []
+    for number, mutant in enumerate(todo):
+        path.write_text(mutant.source, encoding="utf-8")
+        os.utime(path, (number + 1, number + 1))  # or Python might take the bytecode of the one before
+        verdict = test(tree, tests, limit)
+        results.append({key: value for key, value in asdict(mutant).items() if key != "source"} | {"verdict": verdict})
+        if verdict == "survived":
+            print(f"SURVIVED {module}:{mutant.line}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
+        if number % 25 == 24:
+            print(f"{module}: {number + 1} of {len(todo)}", flush=True)
+    path.write_text(source, encoding="utf-8")
+    return results
+
+
+def listed() -> dict[tuple[str, str, str], str]:
+    """The table of docs/mutation.md: (module, before, after) → why it may survive."""
+    found = {}
+    for line in (ROOT / "docs" / "mutation.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 4 and cells[0] in TESTS:
+            found[(cells[0], cells[1].strip("`"), cells[2].strip("`"))] = cells[3]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", default=list(TESTS), help="such as privacy/ledger.py; default: all")
+    parser.add_argument("--sample", type=int, help="so many mutants of each module, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="all verdicts, as JSON")
+    parser.add_argument("--again", type=Path, help="only what survived in this earlier --out")
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    import hypothesis  # noqa: F401 (loaded once, for all forks)
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import scipy.special
+    import scipy.stats  # noqa: F401
+
+    torch.set_num_threads(1)
+    known = listed()
+    before = None if options.again is None else survivors(json.loads(options.again.read_text(encoding="utf-8")))
+    results: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        for module in options.modules:
+            luck = random.Random(f"{options.seed} {module}")
+            found = run(tree, module, luck, options.sample, lambda mutant: before is None or mutant.name in before)
+            results += found
+            survived = survivors(found)
+            explained = survived & known.keys()
+            print(
+                f"{module}: {len(found)} mutants, {len(found) - len(survived)} killed, {len(explained)} survived with "
+                f"a reason in docs/mutation.md, {len(survived) - len(explained)} without",
+                flush=True,
+            )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+    sys.exit(1 if survivors(results) - known.keys() else 0)
+
+
+def survivors(results: list[dict]) -> set[tuple[str, str, str]]:
+    return {(r["module"], r["before"], r["after"]) for r in results if r["verdict"] == "survived"}
+
+
+if __name__ == "__main__":
+    main()
