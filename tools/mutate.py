@@ -42,7 +42,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "privacy/noise.py": ("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
     "privacy/exact.py": ("unit/test_exact_noise.py", "statistical/test_discrete_noise.py"),
-    "privacy/events.py": ("unit/test_events.py", "unit/test_discrete_price.py", "unit/test_ledger.py"),
+    "privacy/events.py": (
+        *("unit/test_events.py", "unit/test_survivors.py", "unit/test_ledger.py", "unit/test_discrete_price.py"),
+        "unit/test_three_accountants.py",
+    ),
     "privacy/ledger.py": ("unit/test_ledger.py", "unit/test_survivors.py", "unit/test_journal.py"),
     "privacy/accountant.py": (
         *("unit/test_discrete_price.py", "golden/test_golden_budget.py", "unit/test_three_accountants.py"),
@@ -82,7 +85,8 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One changed source. `before` and `after` show the statement around the change; they name the mutant."""
+    """One changed source. `before` and `after` show the statement around the change; they name the mutant, or the few
+    of one name where a module says the same twice."""
 
     module: str
     line: int
@@ -101,14 +105,14 @@ class Mutant:
 def mutants(module: str, source: str) -> list[Mutant]:
     """All of them, each once. Changes that only alter a message, a type or a docstring are left out."""
     tree = ast.parse(source)
-    found: dict[tuple[str, str, str], Mutant] = {}
+    found: dict[str, Mutant] = {}
     for path, statement in statements(tree):
         for before, after, changed in changes(statement):
             whole = copy.deepcopy(tree)
             put(whole, path, changed)
             text = ast.unparse(ast.fix_missing_locations(whole))
             mutant = Mutant(module=module, line=statement.lineno, before=before, after=after, source=text)
-            found.setdefault(mutant.name, mutant)
+            found.setdefault(text, mutant)
     return list(found.values())
 
 

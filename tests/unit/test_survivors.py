@@ -20,7 +20,7 @@ from datalens.bounded import contributions, topk_sign
 from datalens.bounded.contributions import BoundedSum, Contributions, Gradients, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
 from datalens.errors import TamperedError
-from datalens.privacy.events import GaussianEvent
+from datalens.privacy.events import GaussianEvent, SubsampledGaussianEvent
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.released import Released
@@ -102,6 +102,27 @@ def test_where_all_gradients_are_infinite_nobody_votes(quantise: bool) -> None:
         Gradients(teachers=torch.arange(2), values=values, step=0)
     )
     assert not votes.rows.any()
+
+
+# --- events -----------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {
+    **{"row_unit": "record", "l2_bound": 3.0, "rate": 0.5, "relation": "add-remove", "sigma": 2.0},
+    **{"queries": 1, "step": 0, "noise": "operating-system"},
+}
+
+
+@pytest.mark.parametrize("unit", ["record", "person"])
+@pytest.mark.parametrize(("rate", "mu"), [(0.0, 0.0), (0.01, 1.5), (0.5, 1.5), (1.0, 1.5)])
+def test_a_sampled_unit_costs_its_whole_row(unit: str, rate: float, mu: float) -> None:
+    """What sampling saves is for the accountant to say; and it holds for a unit's own row alone."""
+    assert SubsampledGaussianEvent(**SAMPLED | {"row_unit": unit, "rate": rate}).mu == mu
+
+
+@pytest.mark.parametrize("change", [{"row_unit": "teacher"}, {"relation": "replace-one"}, {"rate": 1.01}], ids=str)
+def test_what_sampling_does_not_cover(change: dict[str, Any]) -> None:
+    with pytest.raises(TamperedError):
+        SubsampledGaussianEvent(**SAMPLED | change)
 
 
 # --- the ledger -------------------------------------------------------------------------------
