@@ -25,6 +25,7 @@ from datalens.private.shares import Shares
 
 ROOM_ON_CPU = 2**30  # for the work on one chunk
 ROOM_ON_GPU = 0.8  # of its memory: the rest is for the student, what is left over between blocks, and estimates
+LEAST_CHUNK = 16  # teachers at a time on a GPU, unless somebody asks for fewer: see `plan_memory`
 
 T = TypeVar("T")
 
@@ -228,7 +229,8 @@ class Teachers:
 
     def _make_do_with_less(self, *, learned: bool) -> None:
         """After running out of memory: half the chunk, if it was ours to choose and nothing was learned halfway."""
-        if self._chunk_asked is not None or learned or self.chunk == 1:
+        least = LEAST_CHUNK if self._shares.device.type == "cuda" else 1
+        if self._chunk_asked is not None or learned or self.chunk <= least:
             fits = min(self._plan.largest, max(1, self.chunk // 2))
             raise DatalensError(
                 f"out of GPU memory with {self.chunk} teachers at a time: --chunk {fits} should fit"
@@ -257,19 +259,22 @@ def plan_memory(
 ) -> MemoryPlan:
     """From a teacher's bytes of state and of work: chunks, and how many teachers stay on the device.
 
-    What is free on a device depends on the number of records. With our kernels a row is the same, bit for bit, in
-    whatever chunk; without them chunks could decide its last bits, so they are sized by public facts alone.
+    What is free on a device depends on the number of records. With our kernels a row is the same, bit for bit, in any
+    chunk of sixteen or a multiple, so a chunk that is chosen by what is free is never smaller; without them chunks
+    could decide its last bits, so they are sized by public facts alone.
     """
     if device.type == "cpu":
         largest = _rounded(min(teachers, (room or ROOM_ON_CPU) // work))
         return MemoryPlan(chunk=min(chunk or largest, teachers), resident=teachers, largest=largest)
+    least = min(teachers, LEAST_CHUNK)
     if room is None:
         free, total = torch.cuda.mem_get_info(device)
         room = int(ROOM_ON_GPU * (free if has_triton() else total))
     if teachers * state + min(teachers, 100) * work <= room:
-        largest = _rounded(min(teachers, (room - teachers * state) // work))
+        largest = max(least, _rounded(min(teachers, (room - teachers * state) // work)))
         return MemoryPlan(chunk=min(chunk or largest, teachers), resident=teachers, largest=largest)
-    largest = _rounded(min(teachers, room // 4 // (state + work)))  # a quarter works, three quarters keep
+    # A quarter works, three quarters keep.
+    largest = max(least, _rounded(min(teachers, room // 4 // (state + work))))
     chunk = min(chunk or largest, teachers)
     resident = max(0, room - chunk * (state + work)) // state // chunk * chunk
     return MemoryPlan(chunk=chunk, resident=min(resident, teachers), largest=largest)
@@ -277,7 +282,7 @@ def plan_memory(
 
 def _rounded(teachers: int) -> int:
     """Chunks of a multiple of sixteen teachers begin and end at whole vectors: all of them are read alike."""
-    return max(1, teachers if teachers < 16 else teachers // 16 * 16)
+    return max(1, teachers if teachers < LEAST_CHUNK else teachers // LEAST_CHUNK * LEAST_CHUNK)
 
 
 def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tensor]:
