@@ -21,7 +21,7 @@ from datalens.errors import DatalensError
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 READ_BYTES = 2**20  # read ahead; without a limit a whole row group would be read at once
-# Encoded images hardly compress. A column that does, this many times, and to this size, is a trap or a mistake.
+# Encoded images hardly compress. A row group that does, this many times, and to this size, is a trap or a mistake.
 MOST_COMPRESSED, FROM_BYTES = 50, 2**26
 
 
@@ -72,7 +72,7 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
     try:
         with pq.ParquetFile(file) as opened:
             schema = opened.schema_arrow
-            check_unpacked(opened.metadata)
+            check_unpacked(opened.metadata, file)
     except FileNotFoundError:
         raise DatalensError(f"{file} does not exist") from None
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -93,14 +93,16 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
     return {name: here[name] for name in wanted}
 
 
-def check_unpacked(metadata: Any) -> None:
-    """That no column unpacks to far more than the file holds: a few kilobytes could fill the memory."""
+def check_unpacked(metadata: Any, file: Path) -> None:
+    """That no row group unpacks to far more than the file holds: a few kilobytes could fill the memory.
+
+    Row groups and not their columns: pyarrow ends the whole process over a column whose statistics are damaged.
+    """
+    most = max(FROM_BYTES, MOST_COMPRESSED * file.stat().st_size)
     for group in range(metadata.num_row_groups):
-        for number in range(metadata.num_columns):
-            column = metadata.row_group(group).column(number)
-            unpacked = column.total_uncompressed_size
-            if unpacked > max(FROM_BYTES, MOST_COMPRESSED * column.total_compressed_size):
-                raise ValueError(f"column {column.path_in_schema} would unpack to {unpacked / 2**20:.0f} MiB")
+        unpacked = metadata.row_group(group).total_byte_size
+        if unpacked > most:
+            raise ValueError(f"row group {group} would unpack to {unpacked / 2**20:.0f} MiB")
 
 
 def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:

@@ -319,7 +319,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
         for key in (b"datalens.classes", b"datalens.certificate"):
             if key not in metadata:
                 raise DatalensError(f"the schema metadata has no {key.decode()!r}")
-        check_unpacked(file.metadata)
+        check_unpacked(file.metadata, path)
         images = _decode(_parquet_images(file), file.metadata.num_rows)
         labels = file.read(columns=["label"]).column("label")
         if labels.null_count:
