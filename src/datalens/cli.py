@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from datalens.config import TrainOptions
+from datalens.config import MethodName, TrainOptions, WarmStart
 from datalens.errors import DatalensError, SaidElsewhere, TamperedError
 
 if TYPE_CHECKING:
@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")]
 EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Show what `train` would do and what each part would cost. No record is read."""
+
+    data: Annotated[str, arg(metavar="NAME|FILE")]
+    """A named data set, or a file of your own."""
+    data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where a named data set lies that cannot be downloaded."""
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    """For your own file or folder: about how many records it has, declared public."""
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    relation: Literal["add-remove", "replace-one"] = "add-remove"
+    accountant: Annotated[
+        Literal["exact", "rdp", "rdp-improved", "pld"] | None,
+        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
+    ] = None
+    method: MethodName = "datalens"
+    warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
+    json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +77,8 @@ class Evaluate:
     """Epochs of each; the last one counts."""
     count: int = 10_000
     """Synthetic images to train on, when a run is given."""
+    classifier: Literal["paper", "augmented"] = "paper"
+    """paper: the paper's. augmented: of its size, with batch norm, on images that are moved and noised a little."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
 
@@ -113,9 +137,11 @@ class Reproduce:
     list: bool = False
     """Show what there is."""
     quick: bool = False
-    """Minutes on two cores, with fewer teachers, and labelled as such: what is done unless --full is given."""
+    """Minutes on two cores, with fewer teachers or seeds, and labelled as such: what is done unless --full is given."""
     full: bool = False
-    """The paper's sizes; wants a GPU."""
+    """The paper's sizes, and all seeds; wants a GPU."""
+    data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where CelebA lies, for utility; without it, its rows are not run."""
     out: Path = Path("runs/reproduce")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
@@ -165,6 +191,19 @@ class AuditEndToEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditMoments:
+    """Attack private moments: a worst-case record, present or absent; thousands of releases. No data is read."""
+
+    epsilon: _Epsilon = 1.0
+    delta: _Delta = 1e-5
+    noise: Literal["all", "discrete-gaussian", "gaussian"] = "all"
+    """Which law; all that work here unless one is named."""
+    trials: int = 10_000
+    """Releases in each of the two worlds."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditAttacks:
     """Attack a synthetic set: membership and copies. For the owner: the result is not covered by ε."""
 
@@ -196,6 +235,7 @@ class DataCommand:
 Audit = (
     Annotated[AuditMechanism, subcommand("mechanism")]
     | Annotated[AuditEndToEnd, subcommand("end-to-end")]
+    | Annotated[AuditMoments, subcommand("moments")]
     | Annotated[AuditAttacks, subcommand("attacks")]
 )
 
@@ -209,6 +249,7 @@ class AuditCommand:
 
 Command = (
     Annotated[TrainOptions, subcommand("train")]
+    | Annotated[Plan, subcommand("plan")]
     | Annotated[Sample, subcommand("sample")]
     | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Account, subcommand("account")]
@@ -270,6 +311,8 @@ def _run(command: Any, given: set[str]) -> int:
     match command:
         case TrainOptions():
             return _train(command, given)
+        case Plan():
+            return _plan(command)
         case Sample():
             return _sample(command)
         case Evaluate():
@@ -282,6 +325,8 @@ def _run(command: Any, given: set[str]) -> int:
             return _audit_mechanism(action)
         case AuditCommand(action=AuditEndToEnd() as action):
             return _audit_end_to_end(action)
+        case AuditCommand(action=AuditMoments() as action):
+            return _audit_moments(action)
         case AuditCommand(action=AuditAttacks() as action):
             return _audit_attacks(action)
         case DataCommand(action=DataList() as action):
@@ -335,6 +380,44 @@ def _train(command: TrainOptions, given: set[str]) -> int:
     return EXIT_INTERRUPTED if result["interrupted"] else 0
 
 
+def _plan(command: Plan) -> int:
+    from datalens.config import MomentSettings
+    from datalens.datasets import formats
+    from datalens.plan import costs, make_plan, warnings
+
+    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    schema = formats.schema(command.data, nominal_size=command.nominal_size, folder=command.data_folder)
+    budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
+    parts = costs(settings, schema, budget)
+    from_moments = isinstance(settings, MomentSettings)
+    how = "private moments" if from_moments else "teachers' votes (TopAgg)"
+    lines = [
+        f"{settings.method} [{settings.preset}] on {schema.name}, from {how}; nothing has been read.",
+        f"budget: {budget.describe(budget.epsilon)}",
+        "",
+        f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
+        *(
+            f"{part['release']:24} {part['share']:13.1%} {part['cells']:9} {part['sensitivity']:12.6g} "
+            f"{part['sigma']:12.6g} {part['noise_to_signal']:13.2g}"
+            for part in parts
+        ),
+        "",
+        "noise/signal: " + (_NOISE_OF_MOMENTS if from_moments else "sigma by the number of teachers"),
+        "",
+        *(f"{name} = {value}" for name, value in settings.as_dict().items()),
+        *(f"warning: {line}" for line in warnings(budget, schema)),
+    ]
+    fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts, "public": schema.as_dict()}
+    _show(fields, lines, json=command.json)
+    return 0
+
+
+_NOISE_OF_MOMENTS = (
+    "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
+    "covariance's noise by the squared clip norm"
+)
+
+
 def _sample(command: Sample) -> int:
     from datalens.released import synthetic
     from datalens.released.release import sample
@@ -365,6 +448,7 @@ def _evaluate(command: Evaluate) -> int:
         seeds=command.seeds,
         epochs=command.epochs,
         device=choose_device(command.device),
+        classifier=command.classifier,
     ).as_dict()
     lines = [
         f"accuracy {result['accuracy']:.4f} ± {result['accuracy_std']:.4f} on {result['test']} real test images "
@@ -446,6 +530,15 @@ def _audit_end_to_end(command: AuditEndToEnd) -> int:
     return _audited(result, audit.report_lines(result), json=command.json)
 
 
+def _audit_moments(command: AuditMoments) -> int:
+    from datalens.evaluate import audit, audit_moments
+
+    question = audit_moments.Question(epsilon=command.epsilon, delta=command.delta, trials=command.trials)
+    laws = audit.laws() if command.noise == "all" else (command.noise,)
+    result = audit_moments.report(question, laws)
+    return _audited(result, audit.report_lines(result), json=command.json)
+
+
 def _audit_attacks(command: AuditAttacks) -> int:
     from datalens.datasets import formats
     from datalens.evaluate import attacks
@@ -519,7 +612,7 @@ def _data_list(command: DataList) -> int:
         schema = sources.schema(name)
         rows.append({**schema.as_dict(), "cached": sources.cached(name), "download": sources.downloadable(name)})
     lines = [
-        f"{row['name']:15} {row['height']}x{row['width']}x{row['channels']}, {len(row['classes'])} classes, "
+        f"{row['name']:17} {row['height']}x{row['width']}x{row['channels']}, {len(row['classes'])} classes, "
         f"about {row['nominal_size']} records"
         + (f" ({row['note']})" if row.get("note") else "")
         + ("" if row["cached"] else f"; {'get it' if row['download'] else 'by hand'}: datalens data get {row['name']}")
@@ -546,6 +639,8 @@ def _reproduce(command: Reproduce) -> int:
         table = harness.listing()
         _show({"available": table}, [f"{name:10} {title}" for name, title in table.items()], json=command.json)
         return 0
-    result = harness.reproduce(command.what, full=command.full, out=command.out, device=command.device)
+    result = harness.reproduce(
+        command.what, full=command.full, out=command.out, device=command.device, data_folder=command.data_folder
+    )
     _show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=command.json)
     return 0

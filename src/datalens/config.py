@@ -13,6 +13,7 @@ from datalens.errors import DatalensError
 MethodName = Literal["datalens", "datalens-paper"]
 CompressName = Literal["topk-sign", "sign", "topk"]
 NoiseName = Literal["discrete-gaussian", "gaussian"]
+WarmStart = Literal["moments", "off"]
 
 _FROM_PRESET = "(default: from the preset)"
 _WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
@@ -43,7 +44,10 @@ class TrainOptions:
     delta: float = 1e-5
     """Choose it well under 1 / number of records."""
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
-    """datalens: default, quick. datalens-paper: paper, code (where the paper and its code differ)."""
+    """datalens: default, topagg, quick. datalens-paper: paper, code (where the paper and its code differ)."""
+    warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens [default])")] = None
+    """moments: every record adds to private moments of its class, and images are made from those (docs/utility.md).
+    off: teachers vote (TopAgg)."""
     seed: int = 0
     """Of training randomness only. Privacy noise comes from the operating system."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,7 +103,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a DataLens run does, resolved and public: recorded in config.json and in the certificate."""
+    """Everything a run of TopAgg does, resolved and public: recorded in config.json and in the certificate."""
 
     method: MethodName
     preset: str
@@ -136,16 +140,87 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
-        """From JSON, which anybody may have edited: what does not fit is said here, not found out in mid-run."""
-        try:
-            settings = cls(**fields)
-        except TypeError as error:
-            raise DatalensError(f"these settings are not of this version of datalens: {error}") from error
-        for name, kind in get_type_hints(cls).items():
-            value = getattr(settings, name)
-            if not _fits(value, kind, smallest=None if name == "seed" else 1 if kind is int else 0):
-                raise DatalensError(f"the setting {name} cannot be {str(value)[:40]!r}")
+        return _checked(cls, fields)
+
+
+# The releases of a run from moments, in this order; its `shares` say what part of the budget each gets.
+RELEASES = (
+    *("norms", "sums", "residual-norms", "covariances"),
+    *("texture-norms", "texture-sums", "texture-residual-norms", "texture-covariances"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentSettings:
+    """Everything a run from private moments does, resolved and public (see `methods.moments`)."""
+
+    method: Literal["datalens"]
+    preset: str
+    warm_start: Literal["moments"]
+    seed: int
+    noise_seeded: bool
+    noise: NoiseName
+    coordinates: int  # low-frequency coordinates of an image
+    texture: int  # coordinates of texture whose covariances are released; 0: no texture at all
+    histogram_share: float  # of the budget (of mu²), for each of four histograms of norms
+    sums_share: float  # for class sums and counts
+    covariances_share: float
+    texture_sums_share: float
+    texture_covariances_share: float
+    bins: int  # of a histogram of norms
+    sums_quantile: float  # of the norms, where class sums clip
+    covariances_quantile: float
+    grid: int  # steps of the grid on which a clipped row lies
+    counted: int  # of these, how many a record counts for itself
+    texture_steps: int  # gradient steps of an image
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
+        settings = _checked(cls, fields, zero=("texture", "texture_steps"))
+        if not (settings.counted < settings.grid <= 2**20 and settings.bins <= 2**16):
+            raise DatalensError("the settings grid, counted and bins do not fit together")
         return settings
+
+    @property
+    def releases(self) -> dict[str, float]:
+        """Release → its part of the budget; they add up to one."""
+        parts = dict.fromkeys(RELEASES, self.histogram_share)
+        parts |= {"sums": self.sums_share, "covariances": self.covariances_share}
+        parts |= {"texture-sums": self.texture_sums_share, "texture-covariances": self.texture_covariances_share}
+        if self.texture == 0:
+            parts = {name: part for name, part in parts.items() if not name.startswith("texture")}
+        whole = sum(parts.values())
+        return {name: part / whole for name, part in parts.items()}
+
+    def l2_bound(self, release: str) -> float:
+        """How long a record's row can be."""
+        return float(self.grid**2 if release.endswith("covariances") else self.grid)
+
+
+AnySettings = Settings | MomentSettings
+
+
+def parse_settings(fields: dict[str, Any]) -> AnySettings:
+    """From JSON, of whichever kind."""
+    kind = MomentSettings if isinstance(fields, dict) and "warm_start" in fields else Settings
+    return kind.from_dict(fields)
+
+
+def _checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = ()) -> Any:
+    """From JSON, which anybody may have edited: what does not fit is said here, not found out in mid-run."""
+    try:
+        settings = cls(**fields)
+    except TypeError as error:
+        raise DatalensError(f"these settings are not of this version of datalens: {error}") from error
+    for name, kind in get_type_hints(cls).items():
+        value = getattr(settings, name)
+        least = None if name == "seed" else 1 if kind is int and name not in zero else 0
+        if not _fits(value, kind, smallest=least):
+            raise DatalensError(f"the setting {name} cannot be {str(value)[:40]!r}")
+    return settings
 
 
 def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:

@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
-from datalens.config import NoiseName, Settings, TrainOptions
+from datalens.config import AnySettings, MomentSettings, NoiseName, Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.presets import HIDDEN, preset
-from datalens.privacy.accountant import calibrate_sigma, calibrate_steps
+from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
+from datalens.texture import Texture
 
 _OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
@@ -17,24 +18,17 @@ _OVERRIDES = (
 )
 
 
-def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
+def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, AnySettings]:
     """Fix the budget and every setting before training, from public facts."""
-    default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
-    budget = Budget(
-        epsilon=options.epsilon,
-        delta=options.delta,
-        relation=options.relation,
-        accountant=options.accountant or default_accountant,  # type: ignore[arg-type]
-    )
-    if options.balanced and options.relation != "replace-one":
-        raise DatalensError(
-            "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
-            "add --relation replace-one, or leave --balanced out"
-        )
-    if options.noise_seed is not None and options.noise_seed < 0:
-        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
-    if options.chunk is not None and options.chunk < 1:
-        raise DatalensError(f"--chunk must be at least 1, not {options.chunk}")
+    if starts_from_moments(options):
+        budget = _budget(options)
+        return budget, _moment_settings(options, schema, budget)
+    return topagg_plan(options, schema)
+
+
+def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
+    """The same where teachers vote."""
+    budget = _budget(options)
     name, values = preset(options.method, options.preset, schema, options.epsilon)
     asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
     _adjust_to_what_was_asked(values, asked, schema)
@@ -59,6 +53,129 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
         shares="balanced" if options.relation == "replace-one" else "hashed",
         **values,
     )
+
+
+def _budget(options: TrainOptions) -> Budget:
+    """And what no plan can be made with."""
+    default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
+    budget = Budget(
+        epsilon=options.epsilon,
+        delta=options.delta,
+        relation=options.relation,
+        accountant=options.accountant or default_accountant,  # type: ignore[arg-type]
+    )
+    if options.balanced and options.relation != "replace-one":
+        raise DatalensError(
+            "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
+            "add --relation replace-one, or leave --balanced out"
+        )
+    if options.noise_seed is not None and options.noise_seed < 0:
+        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
+    if options.chunk is not None and options.chunk < 1:
+        raise DatalensError(f"--chunk must be at least 1, not {options.chunk}")
+    return budget
+
+
+def starts_from_moments(options: TrainOptions) -> bool:
+    """Whether images are made from private moments. Whoever sets something about teachers gets teachers."""
+    topagg = [name for name in _OVERRIDES if getattr(options, name) is not None]
+    default = options.method == "datalens" and options.preset in (None, "default")
+    if options.warm_start is None:
+        return default and not topagg and not options.balanced
+    if options.warm_start == "moments" and not default:
+        raise DatalensError("--warm-start moments belongs to --method datalens with its default preset")
+    if options.warm_start == "moments" and topagg:
+        raise DatalensError(
+            f"--{topagg[0].replace('_', '-')} is about teachers, which --warm-start moments has none of: leave one out"
+        )
+    return options.warm_start == "moments"
+
+
+# The one rule for every data set: what is public decides (docs/utility.md says how it was found).
+MOST_COORDINATES, LEAST_COORDINATES = 196, 16
+MOST_CELLS = 2**20  # of class covariances: each needs a draw of noise
+GRID = 2**14
+SMALLEST_MU = 2 * GRID**2 / MOST_NOISE  # of a release: below, its noise would be larger than any that is drawn
+RELEASE_SHARES = {
+    "histogram_share": 0.005,
+    "sums_share": 0.06,
+    "covariances_share": 0.38,
+    "texture_sums_share": 0.05,
+    "texture_covariances_share": 0.49,
+}
+
+
+def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> MomentSettings:
+    """Coordinates, as many as the noise leaves room for; all else is the same for all."""
+    if options.noise == "discrete-gaussian" and options.noise_seed is not None:
+        raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
+    if options.noise == "discrete-gaussian" and not opendp_installed():
+        raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
+    exact = options.noise_seed is None and opendp_installed() and math.isfinite(budget.epsilon)
+    records = schema.nominal_size / len(schema.classes)
+    mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
+    if mu * math.sqrt(RELEASE_SHARES["covariances_share"]) < SMALLEST_MU:
+        raise BudgetExceeded(
+            f"no noise is large enough for {budget.describe(budget.epsilon)}: raise --epsilon, or use --accountant "
+            "exact"
+        )
+    room = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
+    size = int(max(LEAST_COORDINATES, min(room, 0.4 * mu * records)))
+    return MomentSettings(
+        method="datalens",
+        preset=options.preset or "default",
+        warm_start="moments",
+        seed=options.seed,
+        noise_seeded=options.noise_seed is not None,
+        noise=options.noise or ("discrete-gaussian" if exact else "gaussian"),
+        coordinates=min(size, schema.dimensions),
+        texture=min(size, Texture(schema.shape).size),
+        **RELEASE_SHARES,
+        bins=48,
+        sums_quantile=0.9,
+        covariances_quantile=0.8,
+        grid=GRID,
+        counted=GRID // 2,
+        texture_steps=12,
+    )
+
+
+def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+    """What each part of a plan costs, and how loud its noise will be beside what it says. Public facts only."""
+    mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
+    if isinstance(settings, Settings):
+        votes = f"{settings.steps} sums of teachers' votes"
+        sensitivity = 2 * math.sqrt(settings.k * settings.batch)
+        relative = settings.sigma / settings.teachers
+        return [_cost(votes, 1.0, settings.sigma, sensitivity, settings.batch * settings.basis_size, relative)]
+    records = schema.nominal_size / len(schema.classes)
+    parts = []
+    for name, part in settings.releases.items():
+        own = mu * math.sqrt(part)
+        size = settings.texture if name.startswith("texture") else settings.coordinates
+        slots = 1 if "norms" in name else len(schema.classes)
+        factor = 1.0 if budget.relation == "add-remove" else 2.0 if name.endswith("sums") else math.sqrt(2.0)
+        if "norms" in name:  # of all records, in a bin
+            cells, relative = settings.bins, factor / own / schema.nominal_size
+        elif name.endswith("sums"):  # of a class mean, in a coordinate, by its clip norm
+            size = size if name == "sums" else Texture(schema.shape).size
+            cells, relative = size + 1, factor / own / records
+        else:  # the largest eigenvalue of noise alone, by the square of the clip norm
+            cells, relative = size**2, factor * math.sqrt(2 * size) / own / records
+        sensitivity = factor * settings.l2_bound(name)
+        parts.append(_cost(name, part, sensitivity / own if own else 0.0, sensitivity, slots * cells, relative))
+    return parts
+
+
+def _cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, relative: float) -> dict[str, Any]:
+    return {
+        "release": name,
+        "share": part,
+        "sigma": sigma,
+        "sensitivity": sensitivity,
+        "cells": cells,
+        "noise_to_signal": relative,
+    }
 
 
 def warnings(budget: Budget, schema: Schema) -> list[str]:
@@ -157,3 +274,9 @@ def check_settings(values: dict[str, Any], schema: Schema) -> None:
             f"--teachers {values['teachers']} is more than the {schema.nominal_size} records {schema.name} has: "
             "most shares would be empty; choose fewer"
         )
+
+
+def check_moments(settings: MomentSettings, schema: Schema) -> None:
+    """The same for a run from moments."""
+    if settings.coordinates > schema.dimensions or settings.texture > Texture(schema.shape).size:
+        raise DatalensError("these settings have more coordinates than an image of this data set")

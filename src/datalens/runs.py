@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from datalens.config import Settings
+from datalens.config import AnySettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
         self.path = path
         self.config = config
-        self.settings = Settings.from_dict(config["settings"])
+        self.settings = parse_settings(config["settings"])
         self.schema = Schema.from_dict(config["schema"])
         self.journal = Journal(path / "journal")
         self.interrupted = False
@@ -74,7 +74,7 @@ class Run:
         path: Path,
         *,
         options: dict[str, Any],
-        settings: Settings,
+        settings: AnySettings,
         budget: Budget,
         schema: Schema,
         data_sha256: str,

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datalens.config import Settings, TrainOptions, options_as_dict
+from datalens.config import AnySettings, MomentSettings, Settings, TrainOptions, options_as_dict, parse_settings
 from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import check_settings, make_plan, warnings
+from datalens.plan import check_moments, check_settings, make_plan, warnings
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from datalens.crowd import Crowd
+    from datalens.datasets.records import Records
     from datalens.distributed import World
     from datalens.private.shares import Shares
 
@@ -36,7 +37,7 @@ class Job:
     """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
 
     options: dict[str, Any]
-    settings: Settings
+    settings: AnySettings
     schema: Schema
     budget: Budget | None
     begun: bool
@@ -67,21 +68,25 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
         world = stack.enter_context(World.start(options.device))
         job = world.together(lambda: _plan(options, given))
         world.agree({"out": str(options.out), **job.facts()})
-        world.together(lambda: _check_ranks(job.settings, world))
+        if isinstance(job.settings, MomentSettings):
+            world.together(lambda: _check_alone(world))
+            return _from_moments(options, job, job.settings, stack, began)
+        topagg = job.settings
+        world.together(lambda: _check_ranks(topagg, world))
         run = world.together(lambda: _open(options, job) if world.leads else None)
         if run is not None:
             stack.callback(run.close)
-        shares = world.together(lambda: _read(job, world))  # what is broken is found before the run exists
+        shares = world.together(lambda: _read(job, topagg, world))  # what is broken is found before the run exists
         data = _whole(shares, world)
         if not job.begun:
-            run = world.together(lambda: _create(options, job, data) if world.leads else None)
+            run = world.together(lambda: _create(options, job, data, teachers=topagg.teachers) if world.leads else None)
             if run is not None:
                 stack.callback(run.close)
         world.together(lambda: _check_folder(options, job, data, wait=world.size > 1))
         crowd = world.together(
             lambda: datalens.make_crowd(
                 shares,
-                job.settings,
+                topagg,
                 job.schema,
                 world=world,
                 folder=options.out / "checkpoints",
@@ -91,11 +96,48 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
         if run is None:
             crowd.follow()
             return {}
-        return _lead(run, crowd, world.device, began)
+        return _lead(run, topagg, crowd, world.device, began)
 
 
-def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dict[str, Any]:
-    settings, budget = run.settings, run.ledger.budget
+def _from_moments(
+    options: TrainOptions, job: Job, settings: MomentSettings, stack: contextlib.ExitStack, began: float
+) -> dict[str, Any]:
+    """A run from private moments, in this one process."""
+    from datalens.methods import moments
+    from datalens.released.release import write_release
+
+    run = _open(options, job)
+    if run is not None:
+        stack.callback(run.close)
+    records = moments.gather(_records(job), settings)
+    data = Data(count=records.count, fingerprint=records.fingerprint)
+    if run is None:
+        run = _create(options, job, data)
+        stack.callback(run.close)
+    _check_folder(options, job, data, wait=False)
+    budget = run.ledger.budget
+    private = math.isfinite(budget.epsilon) and not settings.noise_seeded
+    stamp = "" if private else " NOT PRIVATE."
+    exactly = "exact discrete Gaussian noise" if settings.noise == "discrete-gaussian" else "rounded Gaussian noise"
+    noisy = exactly if math.isfinite(budget.epsilon) else "no noise"
+    say(
+        f"{settings.method} [{settings.preset}, from private moments] on {run.schema.name}: {settings.coordinates} "
+        f"coordinates, {settings.texture} of texture, {noisy}; budget {budget.describe(budget.epsilon)}.{stamp}"
+    )
+    model = moments.train(run, records, settings)
+    write_release(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    spent, steps = run.ledger.spent(), len(settings.releases)
+    lost = len(run.ledger.events) - steps
+    wasted = f" ({lost} more were charged and lost by an interruption)" if lost else ""
+    say(
+        f"done: {steps} releases{wasted}, spent {budget.describe(spent)}.{stamp} "
+        f"Pictures: {run.path / 'release' / 'samples.png'}"
+    )
+    return _facts(run, steps, began, sigma=None)
+
+
+def _lead(run: Run, settings: Settings, crowd: "Crowd", device: "torch.device", began: float) -> dict[str, Any]:
+    budget = run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
     stamp = "" if private else " NOT PRIVATE."
     noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g} ({_law(settings)})"
@@ -104,9 +146,8 @@ def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dic
         f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
         f"budget {budget.describe(budget.epsilon)}.{stamp}"
     )
-    steps = _train_and_release(run, crowd, device)
+    steps = _train_and_release(run, settings, crowd, device)
     spent = run.ledger.spent()
-    queries = sum(getattr(event, "queries", 0) for event in run.ledger.events)
     lost = len(run.ledger.events) - steps
     short = "" if run.interrupted or steps == settings.steps else f" of {settings.steps}"
     wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost else ""
@@ -115,21 +156,28 @@ def _lead(run: Run, crowd: "Crowd", device: "torch.device", began: float) -> dic
         f"{state} {steps}{short} steps{wasted}, spent {budget.describe(spent)}.{stamp} "
         f"Pictures: {run.path / 'release' / 'samples.png'}"
     )
+    return _facts(run, steps, began, sigma=settings.sigma)
+
+
+def _facts(run: Run, steps: int, began: float, *, sigma: float | None) -> dict[str, Any]:
+    """What `--json` prints. `sigma`: None where every release has its own; the ledger names them."""
+    settings, budget = run.settings, run.ledger.budget
     return {
         "run": str(run.path),
         "method": settings.method,
         "preset": settings.preset,
+        "warm_start": "moments" if isinstance(settings, MomentSettings) else "off",
         "epsilon": json_number(budget.epsilon),
-        "epsilon_spent": json_number(spent),
+        "epsilon_spent": json_number(run.ledger.spent()),
         "delta": budget.delta,
         "relation": budget.relation,
         "accountant": budget.accountant,
         "steps": steps,
-        "queries": queries,
-        "sigma": settings.sigma,
+        "queries": sum(getattr(event, "queries", 0) for event in run.ledger.events),
+        "sigma": sigma,
         "noise": settings.noise,
         "seconds": round(time.monotonic() - began, 2),
-        "private": private,
+        "private": math.isfinite(budget.epsilon) and not settings.noise_seeded,
         "interrupted": run.interrupted,
     }
 
@@ -173,8 +221,11 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
-    settings, schema = Settings.from_dict(config["settings"]), Schema.from_dict(config["schema"])
-    check_settings(settings.as_dict(), schema)
+    settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
+    if isinstance(settings, Settings):
+        check_settings(settings.as_dict(), schema)
+    else:
+        check_moments(settings, schema)
     return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)
 
 
@@ -186,16 +237,27 @@ def _check_ranks(settings: Settings, world: "World") -> None:
         )
 
 
-def _read(job: Job, world: "World") -> "Shares":
+def _check_alone(world: "World") -> None:
+    if world.size > 1:
+        raise DatalensError(
+            "private moments are summed by one process, in seconds: leave torchrun out, or add --warm-start off"
+        )
+
+
+def _read(job: Job, settings: Settings, world: "World") -> "Shares":
     """The records of this rank's teachers."""
     from datalens.methods import datalens
 
+    return datalens.gather(_records(job), settings, world=world)
+
+
+def _records(job: Job) -> "Records":
     records = formats.open_records(
         job.options["data"], nominal_size=job.options["nominal_size"], folder=job.options.get("data_folder")
     )
     if records.schema != job.schema:
         raise DatalensError(f"{job.options['data']} is not what this run was begun with: put it back, or start another")
-    return datalens.gather(records, job.settings, world=world)
+    return records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +301,10 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     return None
 
 
-def _create(options: TrainOptions, job: Job, data: Data) -> Run:
+def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -> Run:
     from datalens.distributed import launch
 
-    check_enough(data.count, job.settings.teachers)
+    check_enough(data.count, teachers)
     assert job.budget is not None
     return Run.create(
         options.out,
@@ -266,14 +328,14 @@ def _law(settings: Settings) -> str:
     return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
 
 
-def _train_and_release(run: Run, crowd: "Crowd", device: "torch.device") -> int:
+def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.device") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
     from datalens.privacy.mechanisms import make_mechanism
     from datalens.privacy.noise import open_noise
     from datalens.released.release import write_release
 
-    s, seed = run.settings, run.config["options"]["noise_seed"]
+    seed = run.config["options"]["noise_seed"]
     seed = None if seed is None else seed + len(run.ledger.events)
     with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.basis_size, seed=seed) as noise:
         student = datalens.train(run, crowd, s, mechanism=make_mechanism(s.sigma, noise), device=device)

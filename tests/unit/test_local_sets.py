@@ -132,6 +132,14 @@ def test_gender(celeba: Path) -> None:
     assert whole("celeba-gender", celeba, "test").labels.tolist() == [0, 1]
 
 
+def test_gender_at_32_pixels_is_the_same_records_made_smaller(celeba: Path) -> None:
+    large, small = whole("celeba-gender", celeba), whole("celeba-gender-32", celeba)
+    assert small.images.shape == (5, 32, 32, 3) and small.schema.classes == large.schema.classes
+    assert reds(small) == reds(large) and small.labels.tolist() == large.labels.tolist()
+    positions_and_keys = stream_facts(opened("celeba-gender-32", celeba))
+    assert positions_and_keys == stream_facts(opened("celeba-gender", celeba))
+
+
 def test_hair_takes_records_with_exactly_one_colour(celeba: Path) -> None:
     train = whole("celeba-hair", celeba)
     assert reds(train) == [1, 2, 6]
@@ -175,6 +183,12 @@ def test_the_centre_is_cut_out_and_resized() -> None:
     assert (images.decode(out.getvalue(), "x", schema, 148) == 200).all()
     assert not (images.decode(out.getvalue(), "x", schema) == 200).all()
     assert images.decode(jpeg(3), "x", schema, 148).shape == (64, 64, 3)  # of that size already: as it is
+    half = np.zeros((64, 64, 3), dtype=np.uint8)
+    half[:, 32:] = 200
+    out = io.BytesIO()
+    Image.fromarray(half).save(out, "PNG")
+    small = images.decode(out.getvalue(), "x", sources.schema("celeba-gender-32"), 148)  # cut before: all of it
+    assert (small[:, :14] == 0).all() and (small[:, 18:] == 200).all()
 
 
 def test_grey_images_become_colour(shards: Path) -> None:

@@ -1,6 +1,7 @@
 """From options to settings: the budget is fixed first, and what is planned is what the ledger will accept."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.basis import make_basis
-from datalens.config import Settings, TrainOptions
+from datalens.config import MomentSettings, Settings, TrainOptions, parse_settings
 from datalens.datasets import sources
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import make_plan, warnings
+from datalens.plan import check_moments, costs, make_plan, topagg_plan, warnings
 from datalens.presets import preset
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
@@ -26,7 +27,7 @@ OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nomi
 
 
 def plan(schema: Schema = MNIST, **options: Any) -> tuple[Budget, Settings]:
-    return make_plan(TrainOptions(out=Path("unused"), **options), schema)
+    return topagg_plan(TrainOptions(out=Path("unused"), **options), schema)
 
 
 def accepted(budget: Budget, made: Settings, *, extra: int = 1) -> int:
@@ -287,3 +288,87 @@ def test_a_plan_touches_public_facts_only() -> None:
     assert plan(OWN) == plan(dataclasses.replace(OWN))
     with pytest.raises(DatalensError, match="900 records own has"):
         plan(OWN, teachers=901)
+
+
+# --- from moments -------------------------------------------------------------------------------
+
+
+def of_moments(schema: Schema = MNIST, **options: Any) -> MomentSettings:
+    settings = make_plan(TrainOptions(out=Path("unused"), **options), schema)[1]
+    assert isinstance(settings, MomentSettings)
+    return settings
+
+
+def test_the_default_starts_from_moments() -> None:
+    assert of_moments().noise == "discrete-gaussian"
+    assert of_moments(warm_start="moments") == of_moments()
+    assert of_moments(relation="replace-one").warm_start == "moments"
+
+
+@pytest.mark.parametrize(
+    "options", [{"warm_start": "off"}, {"teachers": 50}, {"k": 3}, {"preset": "quick"}, {"method": "datalens-paper"}]
+)
+def test_whoever_asks_for_teachers_gets_them(options: dict[str, Any]) -> None:
+    assert isinstance(make_plan(TrainOptions(out=Path("unused"), **options), MNIST)[1], Settings)
+
+
+@pytest.mark.parametrize("options", [{"teachers": 50}, {"preset": "quick"}, {"method": "datalens-paper"}])
+def test_moments_have_no_teachers(options: dict[str, Any]) -> None:
+    with pytest.raises(DatalensError, match="--warm-start moments"):
+        of_moments(warm_start="moments", **options)
+
+
+def test_less_data_or_budget_means_fewer_coordinates() -> None:
+    sizes = [of_moments(dataclasses.replace(MNIST, nominal_size=n)).coordinates for n in (1_000, 10_000, 60_000)]
+    assert sizes == sorted(sizes)
+    assert 16 == sizes[0] < sizes[1] < sizes[2] == 196
+    budgets = [of_moments(dataclasses.replace(MNIST, nominal_size=5_000), epsilon=e).coordinates for e in (0.2, 1, 10)]
+    assert budgets == sorted(budgets)
+    assert budgets[0] < budgets[-1]
+    many = dataclasses.replace(MNIST, classes=tuple(map(str, range(1000))), nominal_size=10**7)
+    assert of_moments(many).coordinates ** 2 * 1000 <= 2**20
+
+
+def test_the_rule_sees_public_facts_only() -> None:
+    """Another name changes nothing."""
+    assert of_moments(dataclasses.replace(MNIST, name="other")) == of_moments()
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+@pytest.mark.parametrize("accountant", ["exact", "rdp"])
+def test_parts_add_up_to_the_budget(relation: Any, accountant: Any) -> None:
+    budget, settings = make_plan(TrainOptions(out=Path("unused"), relation=relation, accountant=accountant), MNIST)
+    parts = costs(settings, MNIST, budget)
+    assert sum(part["share"] for part in parts) == pytest.approx(1)
+    mu_squared = sum((part["sensitivity"] / part["sigma"]) ** 2 for part in parts)
+    assert budget.pricing().epsilon_at(mu_squared, budget.delta) == pytest.approx(1, rel=1e-6)
+
+
+def test_too_little_budget_for_any_noise() -> None:
+    with pytest.raises(BudgetExceeded, match="no noise is large enough"):
+        of_moments(epsilon=0.05, accountant="rdp")
+    with pytest.raises(BudgetExceeded, match="no noise is large enough"):
+        of_moments(epsilon=1e-9)
+
+
+def test_moment_settings_survive_json_and_edits_do_not() -> None:
+    settings = of_moments()
+    assert parse_settings(json.loads(json.dumps(settings.as_dict()))) == settings
+    for name, value in {
+        "grid": 1,
+        "counted": 2**20,
+        "bins": 0,
+        "noise": "none",
+        "coordinates": "3",
+        "extra": 1,
+    }.items():
+        with pytest.raises(DatalensError):
+            parse_settings(settings.as_dict() | {name: value})
+    with pytest.raises(DatalensError, match="more coordinates"):
+        check_moments(dataclasses.replace(settings, coordinates=785), MNIST)
+
+
+def test_without_texture_its_budget_goes_to_the_rest() -> None:
+    settings = dataclasses.replace(of_moments(), texture=0)
+    assert sum(settings.releases.values()) == pytest.approx(1)
+    assert not [name for name in settings.releases if name.startswith("texture")]

@@ -137,13 +137,14 @@ def only_the_files(folder: Path) -> bool:
 def test_names_and_schemas() -> None:
     fetched = {"mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "digits": 1437}
     by_hand = {"celeba-gender": 162_770, "celeba-hair": 92_529, "places365": 120_000, "scenes": 7_057}
+    by_hand["celeba-gender-32"] = by_hand["celeba-gender"]
     assert set(sources.names()) == {*fetched, *by_hand}
     assert {name for name in sources.names() if sources.downloadable(name)} == set(fetched)
     for name, size in by_hand.items():
         public = sources.schema(name)
         assert (public.name, public.nominal_size) == (name, size)
-        assert public.shape == (3, 64, 64)
-        assert len(public.classes) == (2 if name == "celeba-gender" else 3)
+        assert public.shape == ((3, 32, 32) if name.endswith("-32") else (3, 64, 64))
+        assert len(public.classes) == (2 if "gender" in name else 3)
         assert ("stand-in" in public.note) == (name == "scenes")
     for name, size in fetched.items():
         public = sources.schema(name)

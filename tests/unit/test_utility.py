@@ -1,5 +1,6 @@
 """The classifier that judges synthetic images, on the 8x8 digits that come with scikit-learn."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
+from datalens import cli
 from datalens.errors import DatalensError
-from datalens.evaluate.utility import PaperCNN, Scores, evaluate, train_and_score
+from datalens.evaluate.classifiers import CLASSIFIERS, AugmentedCNN, PaperCNN, augment
+from datalens.evaluate.utility import Scores, Utility, evaluate, train_and_score
 from datalens.released.synthetic import SyntheticDataset
 
 
@@ -60,15 +65,17 @@ def train(digits: Digits, **changes: Any) -> Scores:
     return train_and_score(**(arguments | changes))
 
 
+@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (1, 8, 8), (3, 9, 15), (4, 32, 8)])
-def test_network_takes_any_shape_from_8x8(channels: int, height: int, width: int) -> None:
-    net = PaperCNN(channels=channels, height=height, width=width, classes=7)
+def test_network_takes_any_shape_from_8x8(network: type[nn.Module], channels: int, height: int, width: int) -> None:
+    net = network(channels=channels, height=height, width=width, classes=7)
     assert net(torch.zeros(2, channels, height, width)).shape == (2, 7)
 
 
-def test_network_refuses_smaller_images() -> None:
+@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN])
+def test_network_refuses_smaller_images(network: type[nn.Module]) -> None:
     with pytest.raises(DatalensError, match="at least 8x8"):
-        PaperCNN(channels=1, height=8, width=7, classes=10)
+        network(channels=1, height=8, width=7, classes=10)
 
 
 def test_learns_digits(digits: Digits) -> None:
@@ -83,13 +90,117 @@ def test_learns_nothing_from_shuffled_labels(digits: Digits) -> None:
     assert train(digits, train_labels=shuffled).final < 0.3
 
 
-def test_same_seed_same_scores(digits: Digits) -> None:
+@pytest.mark.parametrize("classifier", CLASSIFIERS)
+def test_same_seed_same_scores(digits: Digits, classifier: str) -> None:
+    few: dict[str, Any] = {"train_images": digits.images[:500], "train_labels": digits.labels[:500]}
     state = torch.random.get_rng_state()
-    first = train(digits, epochs=2)
+    first = train(digits, epochs=2, classifier=classifier, **few)
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's random numbers move
     torch.rand(3)
-    assert train(digits, epochs=2) == first
-    assert train(digits, epochs=2, seed=1) != first
+    assert train(digits, epochs=2, classifier=classifier, **few) == first
+    assert train(digits, epochs=2, classifier=classifier, seed=1, **few) != first
+
+
+def test_the_papers_classifier_is_trained_as_it_always_was(digits: Digits) -> None:
+    """Its figures stand in tables: the same numbers, to the last bit, as this plain training gives."""
+
+    def pixels(images: NDArray[np.uint8]) -> torch.Tensor:
+        return torch.tensor(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+
+    labels, test_labels = torch.tensor(digits.labels), torch.tensor(digits.test_labels)
+    order, per_epoch = torch.Generator().manual_seed(3), []
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = PaperCNN(channels=1, height=8, width=8, classes=10).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * 41)
+        for _ in range(2):
+            net.train()
+            for chosen in torch.randperm(1297, generator=order).split(32):  # 40 batches, and what is left
+                loss = F.cross_entropy(net(pixels(digits.images[chosen.numpy()])), labels[chosen])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                decay.step()
+            with torch.no_grad():
+                guesses = [net.eval()(part).argmax(dim=1) for part in pixels(digits.test_images).split(250)]
+            per_epoch.append((torch.cat(guesses) == test_labels).double().mean().item())
+    assert train(digits, epochs=2, seed=3).per_epoch == tuple(per_epoch)
+
+
+# The augmented classifier
+
+
+def test_the_augmented_classifier_learns_digits(digits: Digits) -> None:
+    assert train(digits, epochs=3, classifier="augmented").final > 0.95
+
+
+def test_the_augmented_classifier_learns_nothing_from_shuffled_labels(digits: Digits) -> None:
+    shuffled = np.random.default_rng(0).permutation(digits.labels)
+    assert train(digits, epochs=3, train_labels=shuffled, classifier="augmented").final < 0.3
+
+
+def test_the_augmented_classifier_needs_two_images_a_batch(digits: Digits) -> None:
+    """Batch norm has no statistics of one; so a lonely last image of an epoch is left out."""
+    few = {"train_images": digits.images[:33], "train_labels": digits.labels[:33], "classifier": "augmented"}
+    for epochs in (1, 10):  # steps: too few for a schedule whose warm-up is a tenth of it
+        assert len(train(digits, epochs=epochs, **few).per_epoch) == epochs
+    for one in ({"batch": 1}, {"train_images": digits.images[:1], "train_labels": digits.labels[:1]}):
+        with pytest.raises(DatalensError, match="at least two images"):
+            train(digits, epochs=1, **(few | one))
+
+
+def dots(height: int = 28, width: int = 28, *, count: int = 256, channels: int = 1) -> torch.Tensor:
+    """A bright square of 4x4 in the middle of black images, as the classifier sees them."""
+    images = torch.full((count, channels, height, width), -1.0)
+    images[:, :, height // 2 - 2 : height // 2 + 2, width // 2 - 2 : width // 2 + 2] = 1.0
+    return images
+
+
+def centres(images: torch.Tensor) -> torch.Tensor:
+    """Where the bright part of each image lies, in pixels from the middle: [n, 2], down and across."""
+    weight = (images.sum(dim=1) + images.shape[1]).clamp(min=0) * (images.sum(dim=1) > 0)
+    down, across = (torch.arange(n) + 0.5 - n / 2 for n in images.shape[2:])
+    total = weight.sum(dim=(1, 2))
+    return torch.stack([(weight.sum(dim=2) @ down) / total, (weight.sum(dim=1) @ across) / total], dim=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 56, 28)])
+def test_augmentation_moves_every_image_a_little(shape: tuple[int, int, int]) -> None:
+    channels, height, width = shape
+    images = dots(height, width, channels=channels)
+    moved = augment(images.clone(), torch.Generator().manual_seed(0))
+    assert moved.shape == images.shape and moved.dtype == torch.float32
+    assert torch.isfinite(moved).all() and moved.abs().max() < 1 + 0.2 * 7
+    found = centres(moved)
+    assert len({tuple(row) for row in found.tolist()}) == len(images)  # each by its own amounts
+    most = torch.tensor([height, width]) * 2 / 28
+    assert (found.abs() < 1.1 * most + 1).all()  # the middle stays where it is when turned; 1: what noise does
+    assert (found.abs().max(dim=0).values > 0.8 * most).all()
+    assert (found.mean(dim=0).abs() < 0.2 * most).all()
+    assert not torch.equal(moved, augment(images.clone(), torch.Generator().manual_seed(1)))
+    assert torch.equal(moved, augment(images.clone(), torch.Generator().manual_seed(0)))
+
+
+def test_augmentation_noises_by_a_tenth_of_the_range_and_pads_with_the_border() -> None:
+    plain = augment(torch.full((64, 1, 28, 28), 0.5), torch.Generator().manual_seed(0))
+    assert plain.mean().item() == pytest.approx(0.5, abs=0.01)  # no black corners from outside of the image
+    assert plain.std().item() == pytest.approx(0.2, rel=0.02)  # of a range of 2
+
+
+def test_augmentation_turns_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datalens.evaluate.classifiers._NOISE", 0.0)
+    monkeypatch.setattr("datalens.evaluate.classifiers._SHIFT", 0.0)
+    bars = torch.full((256, 1, 56, 28), -1.0)
+    bars[:, :, 8:48, 12:16] = 1.0  # 40 high, 4 across
+    moved = augment(bars, torch.Generator().manual_seed(0))[:, 0]
+    bright = moved.clamp(min=-1) + 1
+    across = torch.arange(28) + 0.5 - 14
+    down = torch.arange(56) + 0.5 - 28
+    size = bright.sum(dim=(1, 2)) / (2 * 160)
+    assert 0.8 < size.min() < 0.86 and 1.17 < size.max() < 1.25  # 1.1² and less: an area
+    slant = torch.einsum("nhw,h,w->n", bright, down, across) / torch.einsum("nhw,h->n", bright, down**2)
+    assert 0.13 < slant.max() < 0.16 and -0.16 < slant.min() < -0.13  # in pixels, though the image is no square
 
 
 def test_the_test_set_decides_nothing(digits: Digits) -> None:
@@ -114,6 +225,7 @@ def test_utility(digits: Digits) -> None:
         device="cpu",
     )
     report = found.as_dict()
+    assert report["classifier"] == "PaperCNN: conv 3x3 32, conv 3x3 64, FC 64, dropout 0.5"
     assert list(report) == [
         "accuracy",
         "accuracy_std",
@@ -130,6 +242,33 @@ def test_utility(digits: Digits) -> None:
     assert report["accuracy_best_epoch"] >= report["accuracy"]
     assert report["accuracy_std"] > 0
     assert (report["seeds"], report["epochs"], report["synthetic"], report["test"]) == (2, 20, 800, 500)
+
+
+def test_utility_by_the_augmented_classifier(digits: Digits) -> None:
+    part = synthetic(digits.images[:400], digits.labels[:400])
+    real, test = (digits.images, digits.labels), (digits.test_images, digits.test_labels)
+
+    def found(seeds: int = 1, **more: Any) -> Utility:
+        return evaluate(part, *real, *test, seeds=seeds, epochs=6, device="cpu", classifier="augmented", **more)
+
+    two = found(seeds=2)
+    assert two.classifier.startswith("AugmentedCNN") and "noise" in two.classifier
+    assert two.accuracy > 0.6 and two.accuracy_real > 0.6
+    first, second = found(), found(first_seed=1, accuracy_real=0.125)
+    assert two.accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
+    assert first.accuracy_real == two.accuracy_real  # of a seed of its own
+    assert second.accuracy_real == 0.125  # known, so not measured
+
+
+def test_the_command_chooses_the_classifier(
+    digits: Digits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_synthetic_of", lambda path, count: synthetic(digits.images[:200], digits.labels[:200]))
+    for more, expected in (([], "PaperCNN"), (["--classifier", "augmented"], "AugmentedCNN")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["evaluate", "run", "--data", "digits", "--seeds", "1", "--epochs", "1", "--json", *more])
+        assert ended.value.code == 0
+        assert json.loads(capsys.readouterr().out)["classifier"].startswith(expected)
 
 
 def test_broken_synthetic_images_score_at_chance_below_the_ceiling(digits: Digits) -> None:

@@ -135,14 +135,14 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
             "Fake = Released\nFake(value=x)",
         ),
     ),
-    "sums are built in bounded/contributions.py only": (
+    "sums are built in bounded/ only": (
         makes("BoundedSum"),
-        ("bounded/contributions.py",),
+        ("bounded/contributions.py", "bounded/outer.py"),
         ("BoundedSum(private_total=x, l2_bound=0.0)", "c.BoundedSum()"),
     ),
     "the private total is read at the gate only": (
         uses("private_total"),
-        ("privacy/", "bounded/contributions.py"),
+        ("privacy/", "bounded/contributions.py", "bounded/outer.py"),
         ("x = votes.private_total", 'getattr(votes, "private_total")', "votes.private_total.sum()"),
     ),
     "directions are decoded, not made": (
@@ -203,7 +203,8 @@ def test_a_planted_violation_is_found(name: str) -> None:
     ("name", "prefix"),
     [
         ("Released is built in privacy/ only", "privacy/"),
-        ("sums are built in bounded/contributions.py only", "bounded/contributions.py"),
+        ("sums are built in bounded/ only", "bounded/contributions.py"),
+        ("sums are built in bounded/ only", "bounded/outer.py"),
         ("the private total is read at the gate only", "privacy/mechanisms.py"),
         ("directions are decoded, not made", "released/decode.py"),
         ("noise has one module", "privacy/noise.py"),

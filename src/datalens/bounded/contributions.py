@@ -51,6 +51,11 @@ class BoundedSum:
     queries: int
     units: Tensor | None = field(default=None, repr=False)  # [units] their numbers, rising, on the CPU
 
+    @property
+    def cells(self) -> int:
+        """Numbers that will be released, whatever they are."""
+        return self.private_total.numel()
+
 
 class Ranks(Protocol):
     """The processes a sum is spread over (see `distributed.World`)."""

@@ -14,6 +14,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
 WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside Python's lock
+CUT_BEFORE = (64, 64)  # of this size are the copies of CelebA that are passed on: the square is cut out already
 MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 
 
@@ -72,7 +73,8 @@ def decode(data: bytes, name: str, schema: Schema, crop: int | None = None) -> n
         raise DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave that record out") from None
     goal = (schema.width, schema.height)
     if pixels.size != goal:
-        pixels = _cut(pixels, name, crop).resize(goal, Image.Resampling.BILINEAR)
+        square = pixels if pixels.size == CUT_BEFORE else _cut(pixels, name, crop)
+        pixels = square.resize(goal, Image.Resampling.BILINEAR)
     return np.asarray(pixels).reshape(schema.height, schema.width, schema.channels)
 
 

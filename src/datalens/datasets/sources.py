@@ -54,8 +54,8 @@ def _cifar_files(*sha256: str) -> tuple[File, ...]:
     return tuple(File(name=n, size=s, sha256=h) for n, s, h in zip(names, sizes, sha256, strict=True))
 
 
-def _colour64(name: str, classes: tuple[str, ...], nominal_size: int, note: str = "") -> Schema:
-    return Schema(name=name, height=64, width=64, channels=3, classes=classes, nominal_size=nominal_size, note=note)
+def _colour(name: str, classes: tuple[str, ...], nominal_size: int, *, side: int = 64, note: str = "") -> Schema:
+    return Schema(name=name, height=side, width=side, channels=3, classes=classes, nominal_size=nominal_size, note=note)
 
 
 TEN_DIGITS = tuple("0123456789")
@@ -109,16 +109,20 @@ CATALOGUE: dict[str, Entry] = {
     ),
     # Published counts: 162,770 training images, 92,529 of them with exactly one of the three colours of hair.
     "celeba-gender": Entry(
-        schema=_colour64("celeba-gender", ("not male", "male"), 162_770),
+        schema=_colour("celeba-gender", ("not male", "male"), 162_770),
+        local=Celeba(attributes=("male",)),
+    ),
+    "celeba-gender-32": Entry(  # of the size at which others publish their figures
+        schema=_colour("celeba-gender-32", ("not male", "male"), 162_770, side=32),
         local=Celeba(attributes=("male",)),
     ),
     "celeba-hair": Entry(
-        schema=_colour64("celeba-hair", ("black hair", "blond hair", "brown hair"), 92_529),
+        schema=_colour("celeba-hair", ("black hair", "blond hair", "brown hair"), 92_529),
         local=Celeba(attributes=("black_hair", "blond_hair", "brown_hair")),
     ),
-    "places365": Entry(schema=_colour64("places365", PLACES_GROUPS, 120_000), local=Places(images_each=40_000)),
+    "places365": Entry(schema=_colour("places365", PLACES_GROUPS, 120_000), local=Places(images_each=40_000)),
     "scenes": Entry(
-        schema=_colour64("scenes", ("sea", "mountain", "forest"), 7_057, note="a stand-in for Places365"),
+        schema=_colour("scenes", ("sea", "mountain", "forest"), 7_057, note="a stand-in for Places365"),
         local=Scenes(),
     ),
     # 1437 of the 1797 records: see _load_digits.

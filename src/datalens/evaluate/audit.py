@@ -28,7 +28,7 @@ from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import DatalensError
 from datalens.methods import datalens as method
-from datalens.plan import make_plan
+from datalens.plan import topagg_plan
 from datalens.privacy import audit
 from datalens.privacy.accountant import exact_epsilon
 from datalens.privacy.events import NoiseLaw, Relation
@@ -114,7 +114,7 @@ def make_setup(question: Question, *, teachers: int, batch: int, steps: int, see
         teacher_steps=1,
         k=WIDTH,
     )
-    budget, settings = make_plan(options, SCHEMA)
+    budget, settings = topagg_plan(options, SCHEMA)
     return Setup(budget=budget, settings=dataclasses.replace(settings, teacher_steps_first=FIRST))
 
 

@@ -15,40 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
+from datalens import streams
 from datalens.errors import DatalensError
+from datalens.evaluate.classifiers import CLASSIFIERS, ClassifierName
 from datalens.progress import bar
 from datalens.released.synthetic import SyntheticDataset
 
-CLASSIFIER = "PaperCNN: conv 3x3 32, conv 3x3 64, FC 64, dropout 0.5"
 _BATCH = 128
 _TEST_BATCH = 250  # on a CPU, larger ones fall out of the cache and run up to twice as long
-_LEARNING_RATE = 1e-3
-
-
-class PaperCNN(nn.Module):
-    """Two convolutions and two dense layers, padded so that 8x8 images work as well as 28x28 ones."""
-
-    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        super().__init__()
-        if min(height, width) < 8:
-            raise DatalensError(f"the classifier needs images of at least 8x8, not {height}x{width}")
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, 32, kernel_size=3, padding=1),
-            # relu(maxpool(x)) is maxpool(relu(x)), for a quarter of the relu's work
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, kernel_size=3, padding=1),
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * (height // 4) * (width // 4), 64),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(64, classes),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
-        return self.layers(images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +69,15 @@ def evaluate(
     seeds: int,
     epochs: int,
     device: torch.device | str,
+    classifier: ClassifierName = "paper",
+    first_seed: int = 0,
+    accuracy_real: float | None = None,
 ) -> Utility:
     """Train on the synthetic images once per seed, test on the real ones ([n, h, w, c], labels [n]).
 
     `accuracy_real` trains the same classifier, for as many epochs, on as many real images (a seeded
     random subset, or all where there are fewer). It is a ceiling to read the others against, so one
-    seed is enough for it.
+    seed is enough for it, always the same one: who has it from another call can hand it in.
     """
     if seeds < 1:
         raise DatalensError(f"at least one seed is needed, not {seeds}")
@@ -119,24 +96,28 @@ def evaluate(
             seed=seed,
             device=device,
             progress_label=label,
+            classifier=classifier,
         )
 
     scores = [
-        score(synthetic.images, synthetic.labels, seed, f"classifier on synthetic images, {seed + 1} of {seeds}")
-        for seed in range(seeds)
+        score(synthetic.images, synthetic.labels, first_seed + i, f"classifier on synthetic images, {i + 1} of {seeds}")
+        for i in range(seeds)
     ]
-    size = min(len(synthetic.images), len(real_train_images))
-    subset = np.arange(size)
-    if size < len(real_train_images):
-        subset = np.random.default_rng(0).choice(len(real_train_images), size, replace=False)
-    ceiling = score(real_train_images[subset], real_train_labels[subset], 0, "classifier on real images")
+    if accuracy_real is None:
+        size = min(len(synthetic.images), len(real_train_images))
+        subset = np.arange(size)
+        if size < len(real_train_images):
+            subset = np.random.default_rng(0).choice(len(real_train_images), size, replace=False)
+        accuracy_real = score(
+            real_train_images[subset], real_train_labels[subset], 0, "classifier on real images"
+        ).final
     finals = [s.final for s in scores]
     return Utility(
         accuracy=statistics.fmean(finals),
         accuracy_std=statistics.stdev(finals) if seeds > 1 else 0.0,
         accuracy_best_epoch=statistics.fmean(s.best for s in scores),
-        accuracy_real=ceiling.final,
-        classifier=CLASSIFIER,
+        accuracy_real=accuracy_real,
+        classifier=CLASSIFIERS[classifier].description,
         seeds=seeds,
         epochs=epochs,
         synthetic=len(synthetic.images),
@@ -156,18 +137,24 @@ def train_and_score(
     seed: int,
     device: torch.device | str,
     progress_label: str,
+    classifier: ClassifierName = "paper",
 ) -> Scores:
-    """Train a PaperCNN on images [n, h, w, c] and test it after every epoch.
+    """Train a classifier on images [n, h, w, c] and test it after every epoch.
 
     The test set decides nothing. The same seed gives the same scores on the same machine.
     """
     if epochs < 1 or batch < 1:
         raise DatalensError(f"epochs and batch must be at least 1, not {epochs} and {batch}")
+    how = CLASSIFIERS[classifier]
+    if how.whole_batches and min(batch, len(train_images)) < 2:
+        raise DatalensError(f"the classifier {classifier} needs batches of at least two images")
     images, labels = _on(device, train_images), _on(device, train_labels)
     held_images, held_labels = _on(device, test_images), _on(device, test_labels)
     count, height, width, channels = images.shape
-    steps = epochs * math.ceil(count / batch)
+    batches = max(1, count // batch) if how.whole_batches else math.ceil(count / batch)
+    steps = epochs * batches
     shuffles = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same order
+    moves = torch.Generator(device).manual_seed(streams.derive(seed, "augmentation"))
     per_epoch = []
     with (
         torch.random.fork_rng(devices=range(torch.cuda.device_count())),
@@ -175,25 +162,25 @@ def train_and_score(
         bar(progress_label, steps) as (progress, task),
     ):
         torch.manual_seed(seed)  # initial weights and dropout
-        net = PaperCNN(channels=channels, height=height, width=width, classes=classes)
+        net = how.network(channels=channels, height=height, width=width, classes=classes)
         # channels_last takes half the time on a CPU; torch's stubs do not know the argument
         net = net.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = torch.optim.Adam(net.parameters(), lr=_LEARNING_RATE)
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        optimizer, schedule = how.optimizer(net, steps)
         for _ in range(epochs):
             net.train()
-            for chosen in torch.randperm(count, generator=shuffles).to(device).split(batch):
-                loss = F.cross_entropy(net(_normalise(images[chosen])), labels[chosen])
+            for chosen in torch.randperm(count, generator=shuffles).to(device).split(batch)[:batches]:
+                shown = how.augment(_normalise(images[chosen]), moves)
+                loss = F.cross_entropy(net(shown), labels[chosen])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                decay.step()
+                schedule.step()
                 progress.advance(task)
             per_epoch.append(_accuracy(net, held_images, held_labels))
     return Scores(per_epoch=tuple(per_epoch))
 
 
-def _accuracy(net: PaperCNN, images: Tensor, labels: Tensor) -> float:
+def _accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
     net.eval()
     with torch.inference_mode():
         guesses = torch.cat([net(_normalise(part)).argmax(dim=1) for part in images.split(_TEST_BATCH)])

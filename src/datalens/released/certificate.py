@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import Settings
+from datalens.config import RELEASES, AnySettings, MomentSettings, Settings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.accountant import AccountantName, side_by_side
@@ -45,7 +45,9 @@ CHAIN = (
 )
 
 
-def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
+def make_certificate(
+    *, settings: AnySettings, schema: Schema, ledger: Ledger, sha256: dict[str, str]
+) -> dict[str, Any]:
     """Everything a sceptic needs, from released and public values only."""
     certificate = _contents(settings, schema, ledger.budget, ledger.events)
     certificate |= {"versions": versions(), "sha256": sha256}
@@ -59,7 +61,7 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
     return json.dumps(certificate, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
+def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
     """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check."""
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = _is_private(budget, events)
@@ -73,8 +75,7 @@ def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[
         "accountant": budget.accountant,
         "privacy_unit": f"one {schema.record_unit}",
         "mechanism": {
-            "name": "sum of teachers' compressed votes with Gaussian noise (TopAgg)",
-            "sensitivity": "2·sqrt(k·batch) per event: one record changes one teacher's row",
+            **_mechanism_of(settings, budget),
             "noise": _noise_of(settings),
             "price": _price_of(settings),
             "events": len(events),
@@ -88,17 +89,31 @@ def _contents(settings: Settings, schema: Schema, budget: Budget, events: tuple[
     }
 
 
-def _noise_of(settings: Settings) -> str:
+def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
+    if isinstance(settings, Settings):
+        return {
+            "name": "sum of teachers' compressed votes with Gaussian noise (TopAgg)",
+            "sensitivity": "2·sqrt(k·batch) per event: one record changes one teacher's row",
+        }
+    moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
+    return {
+        "name": "class sums and covariances of bounded rows with Gaussian noise (private moments)",
+        "sensitivity": f"{moved} per event: one record has one row, in the cells of its class",
+    }
+
+
+def _noise_of(settings: AnySettings) -> str:
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    return "rounded to integers" if settings.compress != "topk" else "floating point (see docs/privacy.md)"
+    real = isinstance(settings, Settings) and settings.compress == "topk"
+    return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
-def _price_of(settings: Settings) -> str:
+def _price_of(settings: AnySettings) -> str:
     """By which theorem noise of this kind is paid for."""
     if settings.noise == "gaussian":
         return "as Gaussian noise of variance sigma²"
-    if settings.sigma >= LEAST_SMOOTH:
+    if isinstance(settings, MomentSettings) or settings.sigma >= LEAST_SMOOTH:
         return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
     return "as zCDP"
 
@@ -221,12 +236,15 @@ def _is_private(budget: Budget, events: tuple[Event, ...]) -> bool:
 def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Event, ...], spent: float) -> list[str]:
     """Where the certificate says something else than its ledger, settings and public facts make it say."""
     try:
-        settings, schema = Settings.from_dict(certificate["settings"]), Schema.from_dict(certificate["public"])
+        settings, schema = parse_settings(certificate["settings"]), Schema.from_dict(certificate["public"])
         expected = _contents(settings, schema, budget, events)
         if certificate["version"] == 1:
             expected = _as_of_version_1(expected)
         stated = float(certificate["epsilon_spent"])
-        found = _impossible(settings, budget, events)
+        if isinstance(settings, MomentSettings):
+            found = _impossible_moments(settings, schema, events)
+        else:
+            found = _impossible(settings, budget, events)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
         return [f"the certificate holds something that cannot be read ({type(error).__name__})"]
     if not math.isclose(stated, spent, rel_tol=1e-9, abs_tol=1e-12):
@@ -280,6 +298,31 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
         found.append("the settings are wrong about whether the noise was seeded")
     if (settings.shares == "balanced") != (budget.relation == "replace-one"):
         found.append(f"{settings.shares} shares are not private under {budget.relation} at this price")
+    return found
+
+
+def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
+    """The same for a run from moments: which releases there can be, and how long a record's row is in each."""
+    found = []
+    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
+    expected = {RELEASES.index(name): settings.l2_bound(name) for name in settings.releases}
+    # Texture may be missing where an interruption had spent its part.
+    if not {0, 1, 2, 3} <= {event.step for event in gaussian} <= set(expected) or len(gaussian) != len(events):
+        found.append("the ledger has other releases than the settings state")
+    if any(event.row_unit != "record" or event.l2_bound != expected.get(event.step) for event in gaussian):
+        found.append("the ledger was charged for rows of another length than the settings state")
+    # Replaced rows of a class sum can point two ways; bins and squares cannot, and are sqrt(2) apart at most.
+    least = [2.0 if RELEASES[e.step % len(RELEASES)].endswith("sums") else math.sqrt(2.0) for e in gaussian]
+    if any(event.diameter < factor * event.l2_bound for event, factor in zip(gaussian, least, strict=True)):
+        found.append("the ledger has rows closer together than rows of these releases can be")
+    slots = {RELEASES.index(name): 1 if "norms" in name else len(schema.classes) for name in settings.releases}
+    if any(event.queries != slots.get(event.step) for event in gaussian):
+        found.append("the settings state another number of classes than the ledger")
+    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
+    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
+        found.append("the settings state another kind of noise than the ledger")
+    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
+        found.append("the settings are wrong about whether the noise was seeded")
     return found
 
 

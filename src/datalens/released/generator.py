@@ -78,6 +78,11 @@ class Generator(nn.Module):
         _, height, width = self.architecture.shape
         return torch.sigmoid(x[:, :, :height, :width])  # sizes that do not halve evenly are cropped
 
+    def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
+        """One image a label, from latents drawn on the CPU."""
+        device = next(self.parameters()).device
+        return self(draw_latent(len(labels), self.architecture, random).to(device), labels.to(device))
+
 
 def initialise(generator: Generator, random: torch.Generator) -> None:
     """DC-GAN's start: normal with standard deviation 0.02, biases zero; from `random` alone."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,29 +12,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from datalens import streams
-from datalens.config import Settings
+from datalens.config import AnySettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
-from datalens.released.generator import Architecture, Generator, draw_latent, recalibrated
+from datalens.released.generator import Architecture, Generator, recalibrated
+from datalens.released.moments import MomentModel, Start
 from datalens.released.synthetic import SyntheticDataset, grid
+from datalens.texture import Texture
 
 # Of a generator that is read: far above any that is written.
-MOST_PIXELS, MOST_LAYERS = 2**24, 12
+MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
+
+AnyGenerator = Generator | MomentModel
 
 
-def write_release(run: Path, generator: Generator, *, settings: Settings, schema: Schema, ledger: Ledger) -> Path:
+def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, schema: Schema, ledger: Ledger) -> Path:
     """Write `release/` whole beside its place, then swap it in."""
     draft, target, old = run / "release.new", run / "release", run / "release.old"
     for leftover in (draft, old):
         shutil.rmtree(leftover, ignore_errors=True)
     draft.mkdir()
-    generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
-    weights = {name: value.detach().cpu().contiguous() for name, value in generator.state_dict().items()}
+    if isinstance(generator, Generator):
+        generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
+        described: dict[str, object] = {"architecture": generator.architecture.as_dict()}
+        weights = {name: value.detach().cpu().contiguous() for name, value in generator.state_dict().items()}
+    else:
+        described = {"moments": {"shape": generator.start.shape, "steps": generator.steps}}
+        weights = {name: value.contiguous() for name, value in generator.tensors().items()}
     # One key: safetensors writes several in no fixed order, and equal weights would hash differently.
-    metadata = {"generator": json.dumps({"architecture": generator.architecture.as_dict(), "classes": schema.classes})}
+    metadata = {"generator": json.dumps({**described, "classes": schema.classes})}
     try:
         save_file(weights, draft / certificates.WEIGHTS, metadata=metadata)
     except SafetensorError as error:  # also what it makes of a full disk
@@ -59,7 +69,7 @@ def write_release(run: Path, generator: Generator, *, settings: Settings, schema
     return target
 
 
-def load_generator(release: Path) -> tuple[Generator, tuple[str, ...]]:
+def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
     """The generator and the names of its classes."""
     path = release / certificates.WEIGHTS
     if not path.is_file():
@@ -68,8 +78,11 @@ def load_generator(release: Path) -> tuple[Generator, tuple[str, ...]]:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             described = json.loads(metadata["generator"])
-            fields, classes = described["architecture"], tuple(str(name) for name in described["classes"])
+            classes = tuple(str(name) for name in described["classes"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if "moments" in described:
+            return _rebuilt_moments(described["moments"], weights, len(classes)), classes
+        fields = described["architecture"]
         fields |= {"shape": tuple(fields["shape"]), "widths": tuple(fields["widths"])}
         generator = _rebuilt(Architecture(**fields), weights)
         if len(classes) != generator.architecture.classes:
@@ -103,6 +116,42 @@ def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Ge
     return generator
 
 
+def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> MomentModel:
+    """The model with these tensors, each of the size the others make it."""
+    channels, height, width = (int(side) for side in fields["shape"])
+    shape, steps = (channels, height, width), int(fields["steps"])
+    if (
+        channels not in (1, 3)
+        or min(shape) < 1
+        or channels * height * width > MOST_PIXELS
+        or not 0 <= steps <= MOST_STEPS
+    ):
+        raise ValueError("no model of ours makes images like that")
+    coordinates, texture = weights["means"].shape[1], Texture(shape).size if steps else 0
+    head = weights["maps"].shape[-1]
+    expected = {
+        "means": (classes, coordinates),
+        "factors": (classes, coordinates, coordinates),
+        "centre": (texture,),
+        "white": (texture, texture),
+        "before": (classes, texture),
+        "after": (classes, texture),
+        "maps": (classes, head, head),
+    }
+    present = weights["present"]
+    if set(weights) != {*expected, "present"} or head > texture or coordinates > channels * height * width:
+        raise ValueError("tensors are missing, or too many")
+    if any(weights[name].shape != size or weights[name].dtype != torch.float32 for name, size in expected.items()):
+        raise ValueError("a tensor has another size than the others make it")
+    if present.dtype != torch.int64 or present.dim() != 1 or not len(present) or len(present) > classes:
+        raise ValueError("it names no classes")
+    if not 0 <= int(present.min()) <= int(present.max()) < classes:
+        raise ValueError("it names classes it does not have")
+    weights = {name: value.clone() for name, value in weights.items()}
+    start = Start(shape=shape, means=weights.pop("means"), factors=weights.pop("factors"))
+    return MomentModel(start=start, steps=steps, **weights)
+
+
 def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
     """`count` images, the classes evenly; the same seed gives the same images."""
     if count < 1:
@@ -115,16 +164,16 @@ def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
     return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)
 
 
-def draw(generator: Generator, *, count: int, seed: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, h, w, c] and labels [n], going round the first `classes` classes."""
+def draw(generator: AnyGenerator, *, count: int, seed: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 images [n, h, w, c] and labels [n], going round the first `classes` classes (those there is data of)."""
     random = streams.generator(seed, "sample")
-    device = next(generator.parameters()).device
-    labels = torch.arange(count) % classes
+    known = torch.arange(classes) if isinstance(generator, Generator) else generator.present
+    known = known[known < classes] if bool((known < classes).any()) else known
+    labels = known[torch.arange(count) % len(known)]
     parts = []
     with torch.no_grad(), bar("sampling", count) as (progress, task):
         for part in labels.split(1000):
-            z = draw_latent(len(part), generator.architecture, random)
-            images = generator(z.to(device), part.to(device)).cpu()  # [n, c, h, w]
+            images = generator.images(part, random).cpu()  # [n, c, h, w]
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
     return torch.cat(parts).numpy(), labels.numpy()

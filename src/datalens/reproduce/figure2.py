@@ -145,7 +145,7 @@ def watched_run(options: TrainOptions, look_with: "Callable[[Settings], Callable
     from datalens.datasets import formats
     from datalens.distributed import World
     from datalens.methods import datalens
-    from datalens.plan import make_plan
+    from datalens.plan import topagg_plan
     from datalens.privacy.mechanisms import make_mechanism
     from datalens.privacy.noise import open_noise
     from datalens.private.partition import check_enough
@@ -153,7 +153,7 @@ def watched_run(options: TrainOptions, look_with: "Callable[[Settings], Callable
 
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
-    budget, settings = make_plan(options, records.schema)
+    budget, settings = topagg_plan(options, records.schema)
     if settings.decode != "threshold" or settings.compress == "topk":
         raise ValueError("Theorem 5 is about votes that are thresholded: nothing else has a likely outcome")
     with World.start(options.device) as world:

@@ -1,0 +1,135 @@
+"""The classifiers that judge synthetic images: how each is built, trained and fed.
+
+`paper` is the paper's. `augmented` is of its size, but trained as one would train it today, and on images that are
+moved a little: synthetic images lack variety, and what shifts, turns, scales and noise add of it is public knowledge.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (the usual name)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+
+from datalens.errors import DatalensError
+
+ClassifierName = Literal["paper", "augmented"]
+
+# Of `augmented`; the same for every data set.
+_RATE, _WEIGHT_DECAY, _WARM_UP = 2e-3, 1e-2, 0.1
+_SHIFT = 2 / 28  # of the side
+_TURN = 0.15  # radians
+_SCALE = 0.1
+_NOISE = 0.1  # of the range of a pixel
+
+
+class PaperCNN(nn.Module):
+    """Two convolutions and two dense layers, padded so that 8x8 images work as well as 28x28 ones."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        _check_size(height, width)
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 32, kernel_size=3, padding=1),
+            # relu(maxpool(x)) is maxpool(relu(x)), for a quarter of the relu's work
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, kernel_size=3, padding=1),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * (height // 4) * (width // 4), 64),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(64, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.layers(images)
+
+
+class AugmentedCNN(nn.Module):
+    """The paper's convolutions, a wider dense layer, and batch norm, which makes biases before it idle."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        _check_size(height, width)
+        self.layers = nn.Sequential(
+            # Pooled, then normed, for a quarter of the work: a gain above zero keeps the largest the largest.
+            *(nn.Conv2d(channels, 32, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2)),
+            *(nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.Conv2d(32, 64, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2)),
+            *(nn.BatchNorm2d(64), nn.ReLU()),
+            nn.Flatten(),
+            *(nn.Linear(64 * (height // 4) * (width // 4), 128, bias=False), nn.BatchNorm1d(128), nn.ReLU()),
+            nn.Linear(128, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.layers(images)
+
+
+def augment(images: Tensor, random: torch.Generator) -> Tensor:
+    """Each image of [b, c, h, w], values in [-1, 1], shifted, turned, scaled and noised by its own random amounts."""
+
+    def between(most: float, *shape: int) -> Tensor:  # uniform in ±most
+        return (torch.rand(shape, generator=random, device=images.device) * 2 - 1) * most
+
+    count, _, height, width = images.shape
+    turn, scale = between(_TURN, count), 1 + between(_SCALE, count)
+    across, aside = scale * turn.cos(), scale * turn.sin()
+    shift = between(2 * _SHIFT, count, 2)  # a side is 2 long in the coordinates of affine_grid
+    rows = [across, -aside * height / width, shift[:, 0], aside * width / height, across, shift[:, 1]]
+    grid = F.affine_grid(torch.stack(rows, dim=1).view(count, 2, 3), list(images.shape), align_corners=False)
+    moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    noise = torch.randn(moved.shape, generator=random, device=images.device)
+    return moved.add_(noise, alpha=2 * _NOISE).contiguous(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A network and how it is trained."""
+
+    description: str
+    network: Callable[..., nn.Module]
+    optimizer: Callable[[nn.Module, int], tuple[Optimizer, LRScheduler]]  # for so many steps
+    augment: Callable[[Tensor, torch.Generator], Tensor]
+    whole_batches: bool  # what an epoch leaves over is left out: batch norm takes its statistics from the batch
+
+
+def _adam(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
+
+
+def _adamw(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=_RATE, weight_decay=_WEIGHT_DECAY)
+    at_least = round(2 / _WARM_UP)  # with fewer steps the warm-up would have none
+    return optimizer, OneCycleLR(optimizer, _RATE, total_steps=max(steps, at_least), pct_start=_WARM_UP)
+
+
+CLASSIFIERS: dict[ClassifierName, Classifier] = {
+    "paper": Classifier(
+        description="PaperCNN: conv 3x3 32, conv 3x3 64, FC 64, dropout 0.5",
+        network=PaperCNN,
+        optimizer=_adam,
+        augment=lambda images, random: images,
+        whole_batches=False,
+    ),
+    "augmented": Classifier(
+        description="AugmentedCNN: conv 3x3 32, conv 3x3 64, FC 128, batch norm; AdamW, one cycle; "
+        "shifts, turns, scales and noise on every batch",
+        network=AugmentedCNN,
+        optimizer=_adamw,
+        augment=augment,
+        whole_batches=True,
+    ),
+}
+
+
+def _check_size(height: int, width: int) -> None:
+    if min(height, width) < 8:
+        raise DatalensError(f"the classifier needs images of at least 8x8, not {height}x{width}")
