@@ -27,7 +27,7 @@ demo: $(STAMP)
 	$(BIN)/datalens train --data mnist --epsilon 1 --delta 1e-5 --out $(DEMO)
 	$(BIN)/datalens verify $(DEMO)
 	$(BIN)/datalens sample $(DEMO) --count 10000 --out $(DEMO)/synthetic.npz
-	$(BIN)/datalens evaluate $(DEMO)/synthetic.npz --data mnist --seeds 1 --epochs 5
+	$(BIN)/datalens evaluate $(DEMO)/synthetic.npz --data mnist --classifier augmented --seeds 1 --epochs 8
 	@echo "The pictures: $(DEMO)/release/samples.png"
 	@echo "The synthetic data set, with its certificate inside: $(DEMO)/synthetic.npz"
 

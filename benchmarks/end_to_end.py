@@ -29,6 +29,7 @@ def measure(method: str, epsilon: float, loop: int, device: torch.device) -> dic
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "datalens", "train", "--data", "mnist", "--epsilon", str(epsilon)]
+        command += ["--warm-start", "off"]  # teachers are what is timed here
         done = subprocess.run(
             [*command, "--method", method, "--device", device.type, "--out", str(run), "--json"],
             stdout=subprocess.PIPE,

@@ -287,6 +287,25 @@ def generator(run: Path, folder: Path) -> Parse:
     return parse
 
 
+def moment_file() -> bytes:
+    """A small generator from moments."""
+    import tempfile
+
+    import torch
+    from safetensors.torch import save_file
+
+    from datalens.released.moments import make_start, without_texture
+
+    start = make_start((1, 8, 8), torch.zeros(2, 4), torch.eye(4, dtype=torch.float64).repeat(2, 1, 1))
+    model = without_texture(start, torch.arange(2))
+    described = {"moments": {"shape": (1, 8, 8), "steps": 0}, "classes": ["a", "b"]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "g.safetensors"
+        tensors = {name: value.contiguous() for name, value in model.tensors().items()}
+        save_file(tensors, path, metadata={"generator": json.dumps(described)})
+        return path.read_bytes()
+
+
 def config(run: Path, folder: Path) -> Parse:
     where = copied(run, folder)
 
@@ -419,6 +438,13 @@ PARSERS: dict[str, Parser] = {
     "generator": Parser(valid=at("release/generator.safetensors"), parse=generator),
     "generator, another header": Parser(
         valid=at("release/generator.safetensors"), parse=generator, damage=header_again
+    ),
+    "generator from moments": Parser(valid=without_run(moment_file()), parse=generator),
+    "generator from moments, another header": Parser(
+        valid=without_run(moment_file()), parse=generator, damage=header_again
+    ),
+    "generator from moments, described otherwise": Parser(
+        valid=without_run(moment_file()), parse=generator, damage=described_again
     ),
     "sample: generator, described otherwise": Parser(
         valid=at("release/generator.safetensors"), parse=sampled("generator.safetensors"), damage=described_again

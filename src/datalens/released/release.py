@@ -141,6 +141,8 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
     present = weights["present"]
     if set(weights) != {*expected, "present"} or head > texture or coordinates > channels * height * width:
         raise ValueError("tensors are missing, or too many")
+    if coordinates * channels * height * width > MOST_PIXELS * 8:  # of the basis that sampling will build
+        raise ValueError("no model of ours makes images like that")
     if any(weights[name].shape != size or weights[name].dtype != torch.float32 for name, size in expected.items()):
         raise ValueError("a tensor has another size than the others make it")
     if present.dtype != torch.int64 or present.dim() != 1 or not len(present) or len(present) > classes:
