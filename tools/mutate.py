@@ -8,12 +8,16 @@ A mutant that no test notices survives. Survivors that change nothing about priv
 docs/mutation.md, which this script reads; any other makes it end with exit code 1.
 
 The tree is copied first, so that edits during the run do not matter, and every mutant's tests run in a fork of a
-process that has torch loaded already.
+process that has loaded whatever they need but datalens. Tests that killed come first, then quick ones: the first that
+fails ends it. Hypothesis looks for a failure, and not for the smallest one.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
+import gc
+import importlib
 import json
 import os
 import random
@@ -29,19 +33,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Module → its tests, those that fail soonest first.
+# Module → its tests. They run in the order of what they have killed and how long they take.
 TESTS: dict[str, tuple[str, ...]] = {
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
+    "bounded/outer.py": ("unit/test_outer.py", "unit/test_record_moments.py", "unit/test_survivors.py"),
     "bounded/topk_sign.py": ("unit/test_topk_sign.py", "unit/test_contributions.py", "unit/test_survivors.py"),
-    "bounded/kernels.py": ("unit/test_kernels.py", "unit/test_survivors.py"),
+    "bounded/kernels.py": (
+        "unit/test_kernels.py::test_votes_are_bit_for_bit_those_of_the_torch_code",
+        *("unit/test_kernels.py::test_the_sum_of_votes_enforces_the_bound", "unit/test_survivors.py"),
+    ),
     "privacy/journal.py": ("unit/test_journal.py", "unit/test_survivors.py"),
     "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
     "privacy/mechanisms.py": (
         *("unit/test_mechanisms.py", "unit/test_exact_noise.py", "unit/test_ledger.py", "statistical/test_noise.py"),
-        "statistical/test_discrete_noise.py",
+        *("statistical/test_discrete_noise.py", "unit/test_survivors.py"),
     ),
-    "privacy/noise.py": ("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
-    "privacy/exact.py": ("unit/test_exact_noise.py", "statistical/test_discrete_noise.py"),
+    "privacy/noise.py": (
+        *("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
+        "unit/test_survivors.py",
+    ),
+    "privacy/exact.py": ("unit/test_exact_noise.py", "statistical/test_discrete_noise.py", "unit/test_survivors.py"),
     "privacy/events.py": (
         *("unit/test_events.py", "unit/test_survivors.py", "unit/test_ledger.py", "unit/test_discrete_price.py"),
         "unit/test_three_accountants.py",
@@ -51,9 +62,19 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("unit/test_discrete_price.py", "golden/test_golden_budget.py", "unit/test_three_accountants.py"),
         *("unit/test_accountant.py", "unit/test_survivors.py"),
     ),
-    "privacy/bounds.py": ("unit/test_bounds.py",),
-    "privacy/audit.py": ("unit/test_audit.py",),
+    "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
+    "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
 }
+
+# Slow, and about other things than these modules do by themselves: a theorem, an import, thousands of ledgers at once.
+LEFT_OUT = (
+    "unit/test_exact_noise.py::test_importing_datalens_does_not_import_opendp",
+    "statistical/test_mechanism_audit.py::test_exact_discrete_noise_keeps_its_claim_and_a_broken_twin_does_not",
+    "unit/test_discrete_price.py::test_the_discrete_gaussian_is_a_rounded_gaussian_to_34_digits",
+    "unit/test_discrete_price.py::test_less_rounding_would_not_be_so_close",
+    "unit/test_three_accountants.py::test_exact_below_improved_below_the_papers",
+    "unit/test_three_accountants.py::test_pld_agrees_with_exact",
+)
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -81,6 +102,9 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitXor: ast.BitAnd,
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "sqrt": "abs", "exp": "expm1"}
+
+# Calls whose arguments are not swapped: it makes no difference, or (`isinstance`) it is an error in any test.
+SYMMETRIC = {"min", "max", "minimum", "maximum", "logaddexp", "suppress", "isinstance"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +306,11 @@ def constant(node: ast.Constant) -> list[Callable[[], None]]:
 
 def call(node: ast.Call) -> list[Callable[[], None]]:
     options: list[Callable[[], None]] = []
-    if len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
-        options.append(lambda: node.args.__setitem__(slice(0, 2), node.args[1::-1]))
     named = node.func if isinstance(node.func, ast.Name) else None
     attribute = node.func if isinstance(node.func, ast.Attribute) else None
+    swappable = len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2])
+    if swappable and (attribute.attr if attribute else named.id if named else "") not in SYMMETRIC:
+        options.append(lambda: node.args.__setitem__(slice(0, 2), node.args[1::-1]))
     if named is not None and named.id in NAMES:
         options.append(lambda: setattr(named, "id", NAMES[named.id]))
     if attribute is not None and attribute.attr in NAMES:
@@ -331,7 +356,67 @@ def headline(statement: ast.stmt) -> str:
 # --- testing them -----------------------------------------------------------------------------
 
 
-def test(tree: Path, tests: tuple[str, ...], limit: float) -> str:
+TOO_LONG = 9  # the exit code of a fork that gave up
+
+
+class Order:
+    """A plugin of pytest: the tests that killed most lately first, then the quick ones. Notes what it saw in a file."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+        self.skipped: type[BaseException] = sys.modules["pytest"].skip.Exception
+        self.seconds: dict[str, float] = {}  # what each takes without a mutation
+        self.took: dict[str, float] = {}
+        self.killers: dict[str, int] = {}  # test → when it killed last
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        items.sort(key=lambda item: (-self.killers.get(item.nodeid, 0), self.seconds.get(item.nodeid, 0.0)))
+
+    def pytest_runtest_setup(self, item: object) -> None:
+        """A test that takes far longer than without the mutation ends it too."""
+        test: str = item.nodeid  # type: ignore[attr-defined]
+
+        signal.signal(signal.SIGALRM, lambda *_: self.end(test, TOO_LONG))
+        signal.setitimer(signal.ITIMER_REAL, 10 * self.seconds.get(test, 60.0) + 5)
+
+    def pytest_runtest_makereport(self, item: object, call: object) -> None:
+        """Of mutants only: the first failure is enough, and nobody reads what pytest would say about it."""
+        error = getattr(call, "excinfo", None)
+        if self.seconds and error is not None and not issubclass(error.type, self.skipped):
+            self.end(item.nodeid, 1)  # type: ignore[attr-defined]
+
+    def end(self, test: str, code: int) -> None:
+        self.killers[test] = 1 + max(self.killers.values(), default=0)
+        self.pytest_unconfigure()
+        os._exit(code)
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        test, took = report.nodeid, report.duration  # type: ignore[attr-defined]
+        self.took[test] = self.took.get(test, 0.0) + took
+
+    def pytest_collectreport(self, report: object) -> None:
+        if report.failed:  # type: ignore[attr-defined]
+            self.killers["(import)"] = 1 + max(self.killers.values(), default=0)
+
+    def pytest_unconfigure(self) -> None:
+        ours = ("datalens", "tests", "benchmarks", "test_", "conftest", "__")
+        loaded = [name for name in sys.modules if not name.startswith(ours)]
+        facts = {"seconds": self.took, "killers": self.killers, "loaded": loaded}
+        self.notes.write_text(json.dumps(facts), encoding="utf-8")
+
+    def learn(self) -> tuple[str, list[str]]:
+        """What the fork noted: the test that killed, if any, and what was loaded."""
+        if not self.notes.exists():
+            return "", []
+        facts = json.loads(self.notes.read_text(encoding="utf-8"))
+        self.notes.unlink()
+        new = [test for test, when in facts["killers"].items() if when > self.killers.get(test, 0)]
+        self.killers = facts["killers"]
+        self.seconds = self.seconds or facts["seconds"]  # without a mutation
+        return "".join(new[-1:]), facts["loaded"]
+
+
+def test(tree: Path, tests: tuple[str, ...], limit: float, order: Order) -> str:
     """`killed`, `survived` or `timeout` (which counts as killed: a hanging gate releases nothing)."""
     child = os.fork()
     if child == 0:
@@ -341,6 +426,7 @@ def test(tree: Path, tests: tuple[str, ...], limit: float) -> str:
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.path[:0] = [str(tree / "src"), str(tree)]
+        os.environ["PYTHONPATH"] = str(tree / "src")  # for the processes that tests start
         options = [
             "-x",
             "-q",
@@ -348,22 +434,35 @@ def test(tree: Path, tests: tuple[str, ...], limit: float) -> str:
             "no:cacheprovider",
             "-p",
             "no:cov",
+            "-p",
+            "no:unraisableexception",  # collects garbage, which takes longer than most tests
             "--no-header",
             "-o",
             "addopts=",
             "-m",
             "not slow and not gpu",
         ]
-        os._exit(0 if sys.modules["pytest"].main([*options, *(f"tests/{name}" for name in tests)]) == 0 else 1)
+        without = [f"--deselect=tests/{name}" for name in LEFT_OUT]
+        arguments = [*options, *without, *(f"tests/{name}" for name in tests)]
+        os._exit(0 if sys.modules["pytest"].main(arguments, plugins=[order]) == 0 else 1)
     end = time.monotonic() + limit
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return "survived" if status == 0 else "killed"
+            code = os.waitstatus_to_exitcode(status)
+            return "survived" if code == 0 else "timeout" if code == TOO_LONG else "killed"
         time.sleep(0.01)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "timeout"
+
+
+def sweep(tree: Path) -> None:
+    """End what a mutant has left behind: processes that run a file of the copied tree."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(tree).encode() in entry.read_bytes():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
 def copy_tree(to: Path) -> None:
@@ -379,13 +478,19 @@ def run(
 ) -> list[dict]:
     path = tree / "src" / "datalens" / module
     source = path.read_text(encoding="utf-8")
-    tests = tuple(name for name in TESTS[module] if (tree / "tests" / name).exists())
+    tests = tuple(name for name in TESTS[module] if (tree / "tests" / name.split("::")[0]).exists())
+    order = Order(tree / "notes")
     began = time.monotonic()
-    if test(tree, tests, 600) != "survived":
+    if test(tree, tests, 600, order) != "survived":
         sys.exit(
             f"the tests of {module} fail without a mutation: mend them first\n{(tree / 'log').read_text()[-3000:]}"
         )
-    limit = 2 * (time.monotonic() - began) + 10
+    limit = 10 * (time.monotonic() - began) + 60  # on a busy machine too: a test that hangs ends itself sooner
+    for name in order.learn()[1]:  # load it once for all forks
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     todo = [mutant for mutant in mutants(module, source) if wanted(mutant)]
     if sample is not None:
         todo = luck.sample(todo, min(sample, len(todo)))
@@ -393,12 +498,14 @@ def run(
     for number, mutant in enumerate(todo):
         path.write_text(mutant.source, encoding="utf-8")
         os.utime(path, (number + 1, number + 1))  # or Python might take the bytecode of the one before
-        verdict = test(tree, tests, limit)
-        results.append({key: value for key, value in asdict(mutant).items() if key != "source"} | {"verdict": verdict})
+        verdict, killer = test(tree, tests, limit, order), order.learn()[0]
+        sweep(tree)
+        facts = {key: value for key, value in asdict(mutant).items() if key != "source"}
+        results.append(facts | {"verdict": verdict, "killer": killer})
         if verdict == "survived":
             print(f"SURVIVED {module}:{mutant.line}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
         if number % 25 == 24:
-            print(f"{module}: {number + 1} of {len(todo)}", flush=True)
+            print(f"{module}: {number + 1} of {len(todo)}, {time.monotonic() - began:.0f} s", flush=True)
     path.write_text(source, encoding="utf-8")
     return results
 
@@ -419,28 +526,38 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many mutants of each module, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="all verdicts, as JSON")
-    parser.add_argument("--again", type=Path, help="only what survived in this earlier --out")
+    parser.add_argument("--again", type=Path, help="only what survived in this earlier --out without a reason")
+    parser.add_argument("--unlisted", action="store_true", help="leave out those that have a reason, which are slow")
+    parser.add_argument("--from-line", type=int, default=0, help="of the module: go on where a run was broken off")
     options = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    import hypothesis  # noqa: F401 (loaded once, for all forks)
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.special
-    import scipy.stats  # noqa: F401
+    import hypothesis
+    import pytest  # noqa: F401 (loaded once, for all forks)
 
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutation", phases=phases, database=None)
+    hypothesis.settings.load_profile("mutation")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore Ctrl-C
     known = listed()
-    before = None if options.again is None else survivors(json.loads(options.again.read_text(encoding="utf-8")))
+    before = None
+    if options.again is not None:
+        before = survivors(json.loads(options.again.read_text(encoding="utf-8"))) - known.keys()
     results: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
         for module in options.modules:
             luck = random.Random(f"{options.seed} {module}")
-            found = run(tree, module, luck, options.sample, lambda mutant: before is None or mutant.name in before)
+
+            def wanted(mutant: Mutant) -> bool:
+                told = options.unlisted and mutant.name in known
+                return mutant.line >= options.from_line and not told and (before is None or mutant.name in before)
+
+            found = run(tree, module, luck, options.sample, wanted)
             results += found
             survived = survivors(found)
             explained = survived & known.keys()

@@ -180,8 +180,10 @@ class MomentSettings:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
         settings = _checked(cls, fields, zero=("texture", "texture_steps"))
-        if not (settings.counted < settings.grid <= 2**20 and settings.bins <= 2**16):
+        if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # room for 33 million records
             raise DatalensError("the settings grid, counted and bins do not fit together")
+        if (settings.texture == 0) != (settings.texture_steps == 0):
+            raise DatalensError("the settings texture and texture_steps do not fit together")
         return settings
 
     @property

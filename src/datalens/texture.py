@@ -42,7 +42,7 @@ class Texture:
         """[n, size]. `full`: the value of a pixel at its brightest."""
         if self._shrink > 1:
             images = F.avg_pool2d(images, self._shrink, ceil_mode=True, divisor_override=1)
-        planes, scale = images, [1.0]
+        planes, scale = images, [1.0] * self._channels  # of several, the first counts as light
         if self._channels == 3:
             red, green, blue = images.unbind(dim=1)
             planes = torch.stack([red + green + blue, red - blue, red - 2 * green + blue], dim=1)  # see basis.OPPONENT

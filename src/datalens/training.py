@@ -126,9 +126,9 @@ def _from_moments(
     )
     model = moments.train(run, records, settings)
     write_release(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
-    spent, steps = run.ledger.spent(), len(settings.releases)
+    spent, steps = run.ledger.spent(), run.completed
     lost = len(run.ledger.events) - steps
-    wasted = f" ({lost} more were charged and lost by an interruption)" if lost else ""
+    wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
     say(
         f"done: {steps} releases{wasted}, spent {budget.describe(spent)}.{stamp} "
         f"Pictures: {run.path / 'release' / 'samples.png'}"

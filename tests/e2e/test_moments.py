@@ -62,8 +62,10 @@ def test_one_record_has_one_row_and_every_cell_has_noise(finished):
     grid = 2**14
     assert [event["l2_bound"] for event in events] == [grid, grid, grid, grid**2] * 2
     cells = {event["step"]: event["coordinates"] for event in events}
-    assert cells[1] == 10 * (64 + 1)  # ten classes, absent or not
-    assert cells[3] == 10 * 64**2
+    size = json.loads((run / "config.json").read_text())["settings"]["coordinates"]
+    assert size > 30
+    assert cells[1] == 10 * (size + 1)  # ten classes, absent or not
+    assert cells[3] == 10 * size**2
 
 
 def test_the_images_are_worth_something(finished, datalens, tmp_path):
@@ -120,6 +122,7 @@ def test_a_lost_texture_is_left_out(monkeypatch, datalens, tmp_path):
     before = charges(run)
     said = datalens("train", "--resume", "--out", run).succeeded().err
     assert "images are made without texture" in said
+    assert "7 releases (1 more were charged" in said
     assert charges(run) == before
     datalens("verify", run).succeeded()
     datalens("sample", run, "--count", 10, "--out", tmp_path / "s.npz").succeeded()
@@ -270,3 +273,15 @@ def test_ranks_are_refused_in_a_line(datalens, monkeypatch, tmp_path):
 
     with pytest.raises(Exception, match="one process"):
         training._check_alone(World(rank=0, size=2))
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_channels_of_any_number(datalens, tmp_path, channels):
+    luck = np.random.default_rng(0)
+    images = luck.integers(0, 256, (300, 8, 9, channels), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", images=images, labels=np.arange(300) % 2, classes=np.array(["a", "b"]))
+    run = tmp_path / "run"
+    options = ("--data", tmp_path / "own.npz", "--nominal-size", 300, "--epsilon", 10, "--out", run)
+    datalens("train", *options).succeeded()
+    datalens("sample", run, "--count", 6, "--out", tmp_path / "s.npz").succeeded()
+    assert np.load(tmp_path / "s.npz")["images"].shape == (6, 8, 9, channels)

@@ -53,15 +53,17 @@ def sum_outer(
     total: Tensor | None = None
     count = 0
     bound = left_bound * right_bound
+    if max(left_bound, right_bound) ** 2 >= MOST:
+        raise OverflowError(f"squares of {max(left_bound, right_bound):g} are more than float64 holds exactly")
     for chunk in chunks:
         count += len(chunk.slots)
         if count * bound >= MOST:
             raise OverflowError(f"{count} rows of norm {bound:g} could add up to more than float64 holds exactly")
         if len(chunk.slots) and not 0 <= int(chunk.slots.min()) <= int(chunk.slots.max()) < slots:
             raise ValueError(f"a row lies in none of the {slots} slots")
-        fits = _fits(chunk.left, left_bound) & _fits(chunk.right, right_bound)
-        left = torch.where(fits, chunk.left, 0.0)
-        right = torch.where(fits, chunk.right, 0.0)
+        left, right = chunk.left.to(torch.float64), chunk.right.to(torch.float64)
+        fits = _fits(left, left_bound) & _fits(right, right_bound)
+        left, right = torch.where(fits, left, 0.0), torch.where(fits, right, 0.0)
         if total is None:
             total = left.new_zeros(slots, left.shape[1], right.shape[1])
         for slot in chunk.slots.unique().tolist():

@@ -134,7 +134,7 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
             found = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
         run.journal.save(found)
     run.log(step, sigma=found.event.sigma)
-    run.completed = max(run.completed, step + 1)
+    run.completed += 1
     return found
 
 

@@ -44,6 +44,7 @@ MOST_NOISE = 2.0**40
 PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200)))
 # Of mu, and of different events, for which the pld accountant does its work.
 PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
+PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own numbers overflow
 # For zCDP any order will do, so there are many: λ − 1 from 1e-4 to 1e8.
 _ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
 
@@ -115,7 +116,7 @@ def subsampled_rdp(mu: float, rate: float, order: float) -> float:
         return 0.0
     if rate == 1:
         return order * mu * mu / 2
-    if order != int(order) or math.isinf(mu):
+    if order != int(order) or math.isinf(mu * mu):  # 0·∞ below would be no number, and no number is no price
         return math.inf
     i = np.arange(int(order) + 1)
     choose = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
@@ -135,7 +136,7 @@ def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> f
     if not parts:
         return 0.0
     whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in parts]))
-    if whole > PLD_LARGEST:
+    if whole > PLD_LARGEST or max(mu for mu, _, _ in parts) > PLD_LOUDEST:
         return math.inf  # true, if coarse: tables of what may leak grow with mu², and there is nothing left to protect
     # A crowd of equal Gaussians is one Gaussian too, and millions of convolutions are no better a check than thousands.
     parts = tuple(

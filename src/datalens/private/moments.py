@@ -21,6 +21,7 @@ from datalens.texture import Texture
 
 FINE = 2**10  # steps of the grid in a unit of brightness
 WHITE = 2**12  # steps of the grid in a unit of the whitening matrix
+STEEPEST = 2**27  # of these steps: with fewer than 2^10 features below 2^15 each, sums stay below 2^53
 CHUNK = 4096  # records at a time
 
 # [n, stored] whole numbers → [n, d] whole numbers: which values a moment is of
@@ -76,7 +77,8 @@ class RecordRows:
         """Features around a public centre, whitened by a public matrix: both are put on their grids first."""
         centred = stored[:, self._coordinates :] - to_fine(centre)
         # Whole numbers below 2^53 all along: exact in any order, so the same for a record in any batch.
-        return (centred @ (white.to(torch.float64) * WHITE).round() / WHITE).round()
+        steps = (white.to(torch.float64) * WHITE).round().clamp(-STEEPEST, STEEPEST)
+        return (centred @ steps / WHITE).round()
 
     # --- sums of bounded rows -------------------------------------------------------------------
 

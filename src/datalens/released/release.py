@@ -120,12 +120,7 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
     """The model with these tensors, each of the size the others make it."""
     channels, height, width = (int(side) for side in fields["shape"])
     shape, steps = (channels, height, width), int(fields["steps"])
-    if (
-        channels not in (1, 3)
-        or min(shape) < 1
-        or channels * height * width > MOST_PIXELS
-        or not 0 <= steps <= MOST_STEPS
-    ):
+    if channels > 4 or min(shape) < 1 or channels * height * width > MOST_PIXELS or not 0 <= steps <= MOST_STEPS:
         raise ValueError("no model of ours makes images like that")
     coordinates, texture = weights["means"].shape[1], Texture(shape).size if steps else 0
     head = weights["maps"].shape[-1]
