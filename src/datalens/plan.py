@@ -92,7 +92,7 @@ def starts_from_moments(options: TrainOptions) -> bool:
 
 
 # The one rule for every data set: what is public decides (docs/utility.md says how it was found).
-MOST_COORDINATES, LEAST_COORDINATES = 324, 16
+MOST_COORDINATES, LEAST_COORDINATES = 196, 16
 MOST_CELLS = 2**20  # of class covariances: each needs a draw of noise
 GRID = 2**14
 SMALLEST_MU = 2 * GRID**2 / MOST_NOISE  # of a release: below, its noise would be larger than any that is drawn
