@@ -118,8 +118,7 @@ def _from_moments(
     budget = run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
     stamp = "" if private else " NOT PRIVATE."
-    exactly = "exact discrete Gaussian noise" if settings.noise == "discrete-gaussian" else "rounded Gaussian noise"
-    noisy = exactly if math.isfinite(budget.epsilon) else "no noise"
+    noisy = _law(settings) if math.isfinite(budget.epsilon) else "no noise"
     say(
         f"{settings.method} [{settings.preset}, from private moments] on {run.schema.name}: {settings.coordinates} "
         f"coordinates, {settings.texture} of texture, {noisy}; budget {budget.describe(budget.epsilon)}.{stamp}"
@@ -317,14 +316,15 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
     )
 
 
-def _law(settings: Settings) -> str:
+def _law(settings: AnySettings) -> str:
     """Which noise, for a person; and why not the exact one, where that could be had."""
     from datalens.privacy.noise import opendp_installed
 
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian noise"
-    kind = "floating-point Gaussian noise" if settings.compress == "topk" else "rounded Gaussian noise"
-    missing = settings.compress != "topk" and not settings.noise_seeded and not opendp_installed()
+    real = isinstance(settings, Settings) and settings.compress == "topk"
+    kind = "floating-point Gaussian noise" if real else "rounded Gaussian noise"
+    missing = not real and not settings.noise_seeded and not opendp_installed()
     return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
 
 

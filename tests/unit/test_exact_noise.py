@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
-from datalens.config import Settings, TrainOptions
+from datalens.config import AnySettings, Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import make_plan
@@ -128,7 +128,7 @@ def test_a_run_opens_the_noise_it_planned() -> None:
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
 
 
-def planned(**options: Any) -> Settings:
+def planned(**options: Any) -> AnySettings:
     return make_plan(TrainOptions(out=Path("unused"), **options), MNIST)[1]
 
 
@@ -139,7 +139,11 @@ def test_exact_noise_is_the_default_wherever_it_can_be() -> None:
     assert planned(noise_seed=1).noise == "gaussian"
     assert planned(compress="topk").noise == "gaussian"
     assert planned(epsilon=float("inf")).noise == "gaussian"
-    assert planned().sigma > planned(noise="gaussian").sigma  # it is paid for
+    votes = planned(warm_start="off")
+    rounded = planned(warm_start="off", noise="gaussian")
+    assert isinstance(votes, Settings) and isinstance(rounded, Settings)
+    assert votes.noise == "discrete-gaussian"
+    assert votes.sigma > rounded.sigma  # it is paid for
 
 
 def test_without_opendp_the_noise_is_the_rounded_one_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +151,9 @@ def test_without_opendp_the_noise_is_the_rounded_one_and_it_is_said(monkeypatch:
 
     monkeypatch.setattr(noise_module, "opendp_installed", lambda: False)
     monkeypatch.setattr(plan, "opendp_installed", lambda: False)
-    made = planned()
-    assert made.noise == "gaussian"
-    assert "OpenDP" in training._law(made)
+    for made in (planned(), planned(warm_start="off")):
+        assert made.noise == "gaussian"
+        assert "OpenDP" in training._law(made)
     with pytest.raises(DatalensError, match="pip install opendp"):
         planned(noise="discrete-gaussian")
     monkeypatch.undo()
