@@ -201,6 +201,10 @@ class MomentSettings:
         """How long a record's row can be."""
         return float(self.grid**2 if release.endswith("covariances") else self.grid)
 
+    def diameter(self, release: str) -> float:
+        """How far apart two records' rows can be. Sums can point opposite ways; bins and squares cannot."""
+        return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
+
 
 AnySettings = Settings | MomentSettings
 

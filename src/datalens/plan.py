@@ -154,7 +154,9 @@ def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[st
         own = mu * math.sqrt(part)
         size = settings.texture if name.startswith("texture") else settings.coordinates
         slots = 1 if "norms" in name else len(schema.classes)
-        factor = 1.0 if budget.relation == "add-remove" else 2.0 if name.endswith("sums") else math.sqrt(2.0)
+        bound = settings.l2_bound(name)
+        sensitivity = bound if budget.relation == "add-remove" else settings.diameter(name)
+        factor = sensitivity / bound
         if "norms" in name:  # of all records, in a bin
             cells, relative = settings.bins, factor / own / schema.nominal_size
         elif name.endswith("sums"):  # of a class mean, in a coordinate, by its clip norm
@@ -162,7 +164,6 @@ def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[st
             cells, relative = size + 1, factor / own / records
         else:  # the largest eigenvalue of noise alone, by the square of the clip norm
             cells, relative = size**2, factor * math.sqrt(2 * size) / own / records
-        sensitivity = factor * settings.l2_bound(name)
         parts.append(_cost(name, part, sensitivity / own if own else 0.0, sensitivity, slots * cells, relative))
     return parts
 

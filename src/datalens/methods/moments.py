@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
 from datalens.config import RELEASES, MomentSettings
 from datalens.datasets.records import Records
@@ -116,7 +117,7 @@ def _with_texture(
 
 def gather(records: Records, settings: MomentSettings) -> RecordRows:
     shape = records.schema.shape
-    basis = released.make_basis("opponent", shape, settings.coordinates)
+    basis = make_basis("opponent", shape, settings.coordinates)
     return RecordRows.gather(records, basis=basis, texture=Texture(shape))
 
 
@@ -163,10 +164,7 @@ def noise_for(name: str, s: MomentSettings, ledger: Ledger) -> float:
 
 def sensitivity(name: str, s: MomentSettings, budget: Budget) -> float:
     """How far one record moves the sum (checked again by the event that is charged)."""
-    bound = s.l2_bound(name)
-    if budget.relation == "add-remove":
-        return bound
-    return bound * (2.0 if name.endswith("sums") else 2**0.5 * (1 + 1e-12))
+    return s.l2_bound(name) if budget.relation == "add-remove" else s.diameter(name)
 
 
 def norm_edges(low: float, high: float, bins: int) -> Tensor:

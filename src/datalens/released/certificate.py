@@ -311,9 +311,8 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
         found.append("the ledger has other releases than the settings state")
     if any(event.row_unit != "record" or event.l2_bound != expected.get(event.step) for event in gaussian):
         found.append("the ledger was charged for rows of another length than the settings state")
-    # Replaced rows of a class sum can point two ways; bins and squares cannot, and are sqrt(2) apart at most.
-    least = [2.0 if RELEASES[e.step % len(RELEASES)].endswith("sums") else math.sqrt(2.0) for e in gaussian]
-    if any(event.diameter < factor * event.l2_bound for event, factor in zip(gaussian, least, strict=True)):
+    apart = {RELEASES.index(name): settings.diameter(name) for name in settings.releases}
+    if any(event.diameter < apart.get(event.step, math.inf) for event in gaussian):
         found.append("the ledger has rows closer together than rows of these releases can be")
     slots = {RELEASES.index(name): 1 if "norms" in name else len(schema.classes) for name in settings.releases}
     if any(event.queries != slots.get(event.step) for event in gaussian):
