@@ -7,6 +7,7 @@
    gradient steps carry the sample after them (`MomentModel.images`).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,11 +171,17 @@ class MomentModel:
     maps: Tensor  # [classes, t, t] of the first t coordinates; the others are only moved
     steps: int
 
+    def to(self, device: torch.device | str) -> "MomentModel":
+        """Where images are moved to their texture; first images are drawn on the CPU, so that they are the same."""
+        heavy = {name: getattr(self, name).to(device) for name in ("centre", "white", "before", "after", "maps")}
+        return dataclasses.replace(self, **heavy)
+
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
         """[n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
         images = self.start.images(labels, random)
         if self.steps == 0:
             return images
+        images, labels = images.to(self.maps.device), labels.to(self.maps.device)
         texture = Texture(self.start.shape)
         size = self.maps.shape[1]
 

@@ -149,15 +149,15 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
     return MomentModel(start=start, steps=steps, **weights)
 
 
-def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
-    """`count` images, the classes evenly; the same seed gives the same images."""
+def sample(release: Path, *, count: int, seed: int, device: torch.device | str = "cpu") -> SyntheticDataset:
+    """`count` images, the classes evenly; the same seed gives the same images on the same kind of device."""
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
     certificate = certificates.read_certificate(release)
     if not {"private", "statement"} <= set(certificate):
         raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
     generator, names = load_generator(release)
-    images, labels = draw(generator, count=count, seed=seed, classes=len(names))
+    images, labels = draw(generator.to(device), count=count, seed=seed, classes=len(names))
     return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)
 
 
