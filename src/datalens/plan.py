@@ -112,6 +112,9 @@ RELEASE_SHARES = {
     "texture_sums_share": 0.05,
     "texture_covariances_share": 0.49,
 }
+# Where the noise leaves room for fewer coordinates than the fewest: nothing about texture could be heard, and class
+# means and counts are most of what can be known.
+SCARCE = {"texture": 0, "sums_share": 0.4}
 
 
 def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> MomentSettings:
@@ -128,8 +131,8 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
             f"no noise is large enough for {budget.describe(budget.epsilon)}: raise --epsilon, or use --accountant "
             "exact"
         )
-    room = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
-    size = int(max(LEAST_COORDINATES, min(room, 0.12 * mu * records)))
+    room, heard = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes))), 0.12 * mu * records
+    size = int(max(LEAST_COORDINATES, min(room, heard)))
     values: dict[str, Any] = RELEASE_SHARES | {
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
@@ -137,6 +140,8 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         "covariances_quantile": 0.8,
         "texture_steps": 12,
     }
+    if heard < LEAST_COORDINATES:
+        values |= SCARCE
     values |= {name: value for name in MOMENT_OVERRIDES if (value := getattr(options, name)) is not None}
     if values["texture"] == 0:
         values["texture_steps"] = 0
