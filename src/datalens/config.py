@@ -11,7 +11,8 @@ from tyro.conf import arg
 from datalens.errors import DatalensError
 
 MethodName = Literal["datalens", "datalens-paper"]
-CompressName = Literal["topk-sign", "sign", "topk"]
+CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 WarmStart = Literal["moments", "off"]
 
@@ -93,7 +94,13 @@ class TrainOptions:
     basis_size: _WholeNumber = None
     """How many low-frequency coordinates (dct only)."""
     compress: Annotated[CompressName | None, _CHOICE] = None
-    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation."""
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD."""
+    levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
+    """klevel: how many levels a coordinate is rounded to, 2 to 128."""
+    sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
+    """sketch: rows of a teacher's table, each with hashes of its own."""
+    sketch_columns: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: half the basis)")] = None
+    """sketch: columns of the table; fewer columns, more collisions."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -134,13 +141,45 @@ class Settings:
     latent: int
     latent_law: Literal["normal", "uniform"]
     noise: NoiseName = "gaussian"  # runs of before there was a choice
+    levels: int = 0  # of klevel; 0 elsewhere
+    sketch_rows: int = 0  # of sketch
+    sketch_columns: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Without what belongs to another compressor: so older certificates have it too."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in OF_A_COMPRESSOR or value != 0}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
-        return _checked(cls, fields)
+        settings = _checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
+        for name, compress in OF_A_COMPRESSOR.items():
+            if (getattr(settings, name) > 0) != (settings.compress == compress):
+                raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
+        return settings
+
+    @property
+    def cells(self) -> int:
+        """Numbers that are released about one image."""
+        if self.compress == "klevel":
+            return padded(self.basis_size)
+        return self.sketch_rows * self.sketch_columns if self.compress == "sketch" else self.basis_size
+
+    @property
+    def l2_bound(self) -> float:
+        """How long a teacher's row over a batch can be (see `bounded`); two are at most twice that apart."""
+        if self.compress == "klevel":
+            return (self.levels - 1) * math.sqrt(self.cells * self.batch)
+        rows = self.sketch_rows if self.compress == "sketch" else 1
+        return math.sqrt(rows * self.k * self.batch)
+
+
+OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
+
+
+def padded(size: int) -> int:
+    """The power of two that `klevel` pads a vector of this size to."""
+    return 1 << (size - 1).bit_length()
 
 
 # The releases of a run from moments, in this order; its `shares` say what part of the budget each gets.

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import RELEASES, AnySettings, MomentSettings, Settings, parse_settings
+from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.accountant import AccountantName, side_by_side
@@ -92,8 +92,8 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
 def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
     if isinstance(settings, Settings):
         return {
-            "name": "sum of teachers' compressed votes with Gaussian noise (TopAgg)",
-            "sensitivity": "2·sqrt(k·batch) per event: one record changes one teacher's row",
+            "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
+            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
         }
     moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
     return {
@@ -102,10 +102,19 @@ def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
     }
 
 
+# What teachers' rows are, where they are not top-k votes; and how far two are apart.
+_ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clipped count sketches of votes (FetchSGD)"}
+
+
+def _lengths(settings: Settings) -> str:
+    lengths = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
+    return lengths.get(settings.compress, "2·sqrt(k·batch)")
+
+
 def _noise_of(settings: AnySettings) -> str:
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, Settings) and settings.compress == "topk"
+    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
     return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
@@ -281,18 +290,20 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
 def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """Settings under which this ledger cannot have come about."""
     found = []
-    bound = math.sqrt(settings.k * settings.batch)
+    bound = settings.l2_bound
     gaussian = [event for event in events if isinstance(event, GaussianEvent)]
     if any(event.sigma != settings.sigma for event in gaussian):
         found.append("the settings state another sigma than the ledger")
     if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
         found.append("the settings state another k or batch than the ledger was charged for")
     if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
-        found.append("the ledger has events that are not sums of teachers' votes: they cost 2·sqrt(k·batch) each")
+        found.append(
+            "the ledger has events that are not sums of teachers' votes: they cost " + _lengths(settings) + " each"
+        )
     discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
     if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
         found.append("the settings state another kind of noise than the ledger")
-    if any(event.coordinates != settings.batch * settings.basis_size for event in discrete):
+    if any(event.coordinates != settings.batch * settings.cells for event in discrete):
         found.append("the settings state another number of coordinates than the ledger")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")

@@ -1,5 +1,6 @@
 """From released vote sums to directions in image space. Post-processing: it costs no privacy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,11 +31,14 @@ class Decode:
     beta: float
     teachers: int
     basis: Basis
+    unpack: Callable[[Tensor], Tensor] | None = None  # from sums of encoded rows (`codes`) to sums of votes
 
     def __call__(self, released: Released) -> Direction:
         if not isinstance(released, Released):
             raise TypeError("only a released value may be decoded")
-        votes = torch.from_numpy(released.value).to(torch.float32)  # [m, d]
+        votes = torch.from_numpy(released.value).to(torch.float32)  # [m, cells]
+        if self.unpack is not None:
+            votes = self.unpack(votes)  # [m, d]
         if self.rule == "linear":
             directions = votes / self.teachers
         elif self.rule == "sign":
