@@ -40,6 +40,8 @@ class Plan:
         arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
     ] = None
     method: MethodName = "datalens"
+    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
+    """As for `train`."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
     json: Json = False
 
@@ -384,16 +386,21 @@ def _train(command: TrainOptions, given: set[str]) -> int:
 def _plan(command: Plan) -> int:
     from datalens.config import MomentSettings
     from datalens.datasets import formats
+    from datalens.peers.settings import PeerSettings
     from datalens.plan import costs, make_plan, warnings
 
     asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     schema = formats.schema(command.data, nominal_size=command.nominal_size, folder=command.data_folder)
     budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
     parts = costs(settings, schema, budget)
-    from_moments = isinstance(settings, MomentSettings)
-    how = "private moments" if from_moments else "teachers' votes (TopAgg)"
+    if isinstance(settings, PeerSettings):
+        how, signal = settings.said(), settings.signal
+    elif isinstance(settings, MomentSettings):
+        how, signal = "from private moments", _NOISE_OF_MOMENTS
+    else:
+        how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
     lines = [
-        f"{settings.method} [{settings.preset}] on {schema.name}, from {how}; nothing has been read.",
+        f"{settings.method} [{settings.preset}] on {schema.name}, {how}; nothing has been read.",
         f"budget: {budget.describe(budget.epsilon)}",
         "",
         f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
@@ -403,14 +410,21 @@ def _plan(command: Plan) -> int:
             for part in parts
         ),
         "",
-        "noise/signal: " + (_NOISE_OF_MOMENTS if from_moments else "sigma by the number of teachers"),
+        f"noise/signal: {signal}",
         "",
         *(f"{name} = {value}" for name, value in settings.as_dict().items()),
         *(f"warning: {line}" for line in warnings(budget, schema)),
     ]
+    parts = [{name: _number(value) for name, value in part.items()} for part in parts]
     fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts, "public": schema.as_dict()}
     _show(fields, lines, json=command.json)
     return 0
+
+
+def _number(value: Any) -> Any:
+    from datalens.privacy.ledger import json_number
+
+    return json_number(value) if isinstance(value, float) else value
 
 
 _NOISE_OF_MOMENTS = (

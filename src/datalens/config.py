@@ -4,13 +4,16 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 
 from datalens.errors import DatalensError
 
-MethodName = Literal["datalens", "datalens-paper"]
+if TYPE_CHECKING:
+    from datalens.peers.settings import PeerSettings
+
+MethodName = Literal["datalens", "datalens-paper", "dcgan"]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
@@ -39,13 +42,15 @@ class TrainOptions:
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
     method: MethodName = "datalens"
-    """datalens: our default. datalens-paper: Algorithm 1 with the paper's settings and accountant."""
+    """datalens: our default. datalens-paper: Algorithm 1 with the paper's settings and accountant. The others are the
+    systems it is compared with (docs/methods.md)."""
     epsilon: float = 1.0
     """Privacy budget; `inf` trains without noise and without any guarantee."""
     delta: float = 1e-5
     """Choose it well under 1 / number of records."""
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
-    """datalens: default, topagg, quick. datalens-paper: paper, code (where the paper and its code differ)."""
+    """datalens: default, topagg, quick. datalens-paper: paper, code (where the paper and its code differ). All others:
+    paper, quick."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens [default])")] = None
     """moments: every record adds to private moments of its class, and images are made from those (docs/utility.md).
     off: teachers vote (TopAgg)."""
@@ -61,7 +66,7 @@ class TrainOptions:
     """Neighbouring data sets: one record present or absent, or one record replaced."""
     accountant: Annotated[
         Literal["exact", "rdp", "rdp-improved", "pld"] | None,
-        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
+        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp; for what samples records: rdp-improved)"),
     ] = None
     """exact: the true cost of Gaussian noise. rdp: the paper's bound on it; rdp-improved: with a better conversion.
     pld: by dp-accounting, where that is installed."""
@@ -108,6 +113,14 @@ class TrainOptions:
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
 
 
+# Options that mean something to some methods only.
+OVERRIDES = (
+    *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
+    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
+)
+SPECIFIC = (*OVERRIDES, "balanced", "warm_start", "noise", "chunk")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything a run of TopAgg does, resolved and public: recorded in config.json and in the certificate."""
@@ -152,7 +165,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
-        settings = _checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
+        settings = checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
         for name, compress in OF_A_COMPRESSOR.items():
             if (getattr(settings, name) > 0) != (settings.compress == compress):
                 raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
@@ -218,7 +231,7 @@ class MomentSettings:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
-        settings = _checked(cls, fields, zero=("texture", "texture_steps"))
+        settings = checked(cls, fields, zero=("texture", "texture_steps"))
         if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # room for 33 million records
             raise DatalensError("the settings grid, counted and bins do not fit together")
         if (settings.texture == 0) != (settings.texture_steps == 0):
@@ -245,16 +258,20 @@ class MomentSettings:
         return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
 
 
-AnySettings = Settings | MomentSettings
+AnySettings = Union[Settings, MomentSettings, "PeerSettings"]
 
 
 def parse_settings(fields: dict[str, Any]) -> AnySettings:
     """From JSON, of whichever kind."""
+    from datalens.peers.table import METHODS
+
+    if isinstance(fields, dict) and isinstance(fields.get("method"), str) and fields["method"] in METHODS:
+        return METHODS[fields["method"]].settings.from_dict(fields)
     kind = MomentSettings if isinstance(fields, dict) and "warm_start" in fields else Settings
     return kind.from_dict(fields)
 
 
-def _checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = ()) -> Any:
+def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = ()) -> Any:
     """From JSON, which anybody may have edited: what does not fit is said here, not found out in mid-run."""
     try:
         settings = cls(**fields)

@@ -6,6 +6,7 @@ from typing import Any
 
 from datalens.config import (
     OF_A_COMPRESSOR,
+    OVERRIDES,
     REAL_ROWS,
     AnySettings,
     MomentSettings,
@@ -15,20 +16,20 @@ from datalens.config import (
 )
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.peers.settings import PeerSettings
+from datalens.peers.table import METHODS, make_peer_plan
 from datalens.presets import HIDDEN, preset
 from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
 
-_OVERRIDES = (
-    *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
-    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
-)
-
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, AnySettings]:
     """Fix the budget and every setting before training, from public facts."""
+    if options.method in METHODS:
+        budget = _budget(options)
+        return budget, make_peer_plan(options, schema, budget)
     if starts_from_moments(options):
         budget = _budget(options)
         return budget, _moment_settings(options, schema, budget)
@@ -39,7 +40,7 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
     """The same where teachers vote."""
     budget = _budget(options)
     name, values = preset(options.method, options.preset, schema, options.epsilon)
-    asked = {field: value for field in _OVERRIDES if (value := getattr(options, field)) is not None}
+    asked = {field: value for field in OVERRIDES if (value := getattr(options, field)) is not None}
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
@@ -68,6 +69,8 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
 def _budget(options: TrainOptions) -> Budget:
     """And what no plan can be made with."""
     default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
+    if options.method in METHODS:
+        default_accountant = METHODS[options.method].accountant
     budget = Budget(
         epsilon=options.epsilon,
         delta=options.delta,
@@ -88,7 +91,7 @@ def _budget(options: TrainOptions) -> Budget:
 
 def starts_from_moments(options: TrainOptions) -> bool:
     """Whether images are made from private moments. Whoever sets something about teachers gets teachers."""
-    topagg = [name for name in _OVERRIDES if getattr(options, name) is not None]
+    topagg = [name for name in OVERRIDES if getattr(options, name) is not None]
     default = options.method == "datalens" and options.preset in (None, "default")
     if options.warm_start is None:
         return default and not topagg and not options.balanced
@@ -156,6 +159,8 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
 
 def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
     """What each part of a plan costs, and how loud its noise will be beside what it says. Public facts only."""
+    if isinstance(settings, PeerSettings):
+        return _peer_costs(settings, schema, budget)
     mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
     if isinstance(settings, Settings):
         votes = f"{settings.steps} sums of teachers' votes"
@@ -180,6 +185,24 @@ def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[st
             cells, relative = size**2, factor * math.sqrt(2 * size) / own / records
         parts.append(_cost(name, part, sensitivity / own if own else 0.0, sensitivity, slots * cells, relative))
     return parts
+
+
+def _peer_costs(settings: PeerSettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+    """By the schedule; a part's share is that of mu², sampled or not."""
+    parts = settings.schedule(schema, budget)
+    loud = [part.times * part.event.mu * part.event.mu for part in parts]
+    whole = sum(loud)
+    return [
+        _cost(
+            f"{part.times} × {part.name}",
+            1.0 if len(parts) == 1 else own / whole,
+            part.event.sigma,
+            part.sensitivity,
+            part.cells,
+            part.noise_to_signal,
+        )
+        for part, own in zip(parts, loud, strict=True)
+    ]
 
 
 def _cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, relative: float) -> dict[str, Any]:

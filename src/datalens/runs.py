@@ -54,6 +54,30 @@ class Spread(Protocol):
     def restore(self, step: int, names: list[str]) -> None: ...
 
 
+class Alone:
+    """What is not the student's, where there is one process: one file a checkpoint."""
+
+    def __init__(self, what: Stateful, folder: Path) -> None:
+        self._what = what
+        self._folder = folder
+
+    def state_bytes(self) -> int:
+        return sum(value.nbytes for value in self._what.state().values())
+
+    def save(self, step: int) -> list[str]:
+        name = part_name(step, range(1))
+        save_tensors(self._folder / name, self._what.state(), {"step": str(step), "first": "0", "end": "1"})
+        return [name]
+
+    def restore(self, step: int, names: list[str]) -> None:
+        path = self._folder / names[0]
+        with _damage_explained(path):
+            state, facts = load_tensors(path)
+            if int(facts["step"]) != step:
+                raise ValueError(f"it is of step {facts['step']}, not {step}")
+            self._what.load_state(state)
+
+
 class Run:
     """An open, locked run directory. One process at a time; the lock goes with the process."""
 

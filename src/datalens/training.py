@@ -6,6 +6,7 @@ of its own teachers; rank 0 has the run folder and leads, the others follow (see
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import time
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from datalens.config import (
 from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.peers.settings import PeerSettings
+from datalens.peers.table import METHODS
 from datalens.plan import check_moments, check_settings, make_plan, warnings
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
@@ -76,6 +79,10 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
         world = stack.enter_context(World.start(options.device))
         job = world.together(lambda: _plan(options, given))
         world.agree({"out": str(options.out), **job.facts()})
+        if isinstance(job.settings, PeerSettings):
+            peer = job.settings
+            world.together(lambda: _check_alone(world, f"--method {peer.method} runs in one process"))
+            return _peer(options, job, peer, world.device, stack, began)
         if isinstance(job.settings, MomentSettings):
             world.together(lambda: _check_alone(world))
             return _from_moments(options, job, job.settings, stack, began)
@@ -143,6 +150,52 @@ def _from_moments(
     return _facts(run, steps, began, sigma=None)
 
 
+def _peer(
+    options: TrainOptions,
+    job: Job,
+    settings: PeerSettings,
+    device: "torch.device",
+    stack: contextlib.ExitStack,
+    began: float,
+) -> dict[str, Any]:
+    """A run of any other method, in this one process."""
+    from datalens.released.release import write_release
+
+    method = importlib.import_module(f"datalens.methods.{METHODS[settings.method].module}")
+    run = _open(options, job)
+    if run is not None:
+        stack.callback(run.close)
+    records = method.gather(_records(job), settings, device=device)
+    data = Data(count=records.count, fingerprint=records.fingerprint)
+    if run is None:
+        run = _create(options, job, data, teachers=getattr(settings, "teachers", 1))
+        stack.callback(run.close)
+    _check_folder(options, job, data, wait=False)
+    budget = run.ledger.budget
+    stamp = "" if math.isfinite(budget.epsilon) and not settings.noise_seeded else " NOT PRIVATE."
+    say(
+        f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.said()}; "
+        f"budget {budget.describe(budget.epsilon)}.{stamp}"
+    )
+    generator = method.train(run, records, settings, device=device)
+    if run.completed == 0:
+        raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
+    write_release(run.path, generator, settings=settings, schema=run.schema, ledger=run.ledger)
+    _say_end(run, settings.steps, stamp, lost=0 if settings.one_charge else len(run.ledger.events) - run.completed)
+    return _facts(run, run.completed, began, sigma=getattr(settings, "sigma", None))
+
+
+def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:
+    steps, budget = run.completed, run.ledger.budget
+    short = "" if run.interrupted or steps == planned else f" of {planned}"
+    wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost > 0 else ""
+    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
+    say(
+        f"{state} {steps}{short} steps{wasted}, spent {budget.describe(run.ledger.spent())}.{stamp} "
+        f"Pictures: {run.path / 'release' / 'samples.png'}"
+    )
+
+
 def _lead(run: Run, settings: Settings, crowd: "Crowd", device: "torch.device", began: float) -> dict[str, Any]:
     budget = run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
@@ -154,15 +207,7 @@ def _lead(run: Run, settings: Settings, crowd: "Crowd", device: "torch.device", 
         f"budget {budget.describe(budget.epsilon)}.{stamp}"
     )
     steps = _train_and_release(run, settings, crowd, device)
-    spent = run.ledger.spent()
-    lost = len(run.ledger.events) - steps
-    short = "" if run.interrupted or steps == settings.steps else f" of {settings.steps}"
-    wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost else ""
-    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    say(
-        f"{state} {steps}{short} steps{wasted}, spent {budget.describe(spent)}.{stamp} "
-        f"Pictures: {run.path / 'release' / 'samples.png'}"
-    )
+    _say_end(run, settings.steps, stamp, lost=len(run.ledger.events) - steps)
     return _facts(run, steps, began, sigma=settings.sigma)
 
 
@@ -229,7 +274,9 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
-    if isinstance(settings, Settings):
+    if isinstance(settings, PeerSettings):
+        settings.check(schema)
+    elif isinstance(settings, Settings):
         check_settings(settings.as_dict(), schema)
     else:
         check_moments(settings, schema)
@@ -244,7 +291,9 @@ def _check_ranks(settings: Settings, world: "World") -> None:
         )
 
 
-def _check_alone(world: "World") -> None:
+def _check_alone(world: "World", why: str = "") -> None:
+    if world.size > 1 and why:
+        raise DatalensError(f"{why}: leave torchrun out")
     if world.size > 1:
         raise DatalensError(
             "private moments are summed by one process, in seconds: leave torchrun out, or add --warm-start off"

@@ -91,6 +91,12 @@ class GaussianEvent:
         return {"kind": self.kind, **asdict(self)}
 
 
+def unprotected(relation: Relation, *, origin: NoiseOrigin = "operating-system", step: int = 0) -> GaussianEvent:
+    """All there is to know of the records leaves without noise, as if it were a sum of them: priced at infinity."""
+    bounds = {"l2_bound": 1.0, "diameter": 2.0, "sigma": 0.0}  # whatever the unit, the ratio is infinite
+    return GaussianEvent(row_unit="record", relation=relation, queries=0, step=step, noise=origin, **bounds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiscreteGaussianEvent(GaussianEvent):
     """A sum of integer rows, released once with the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.

@@ -8,7 +8,7 @@ import numpy as np
 from datalens.bounded.contributions import BoundedSum
 from datalens.errors import DatalensError
 from datalens.privacy.accountant import MOST_NOISE
-from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent
+from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent, NoiseOrigin, unprotected
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.noise import IntegerNoise, NoiseSource
 from datalens.privacy.released import Released
@@ -101,6 +101,14 @@ class GaussianSum:
         if np.issubdtype(total.dtype, np.integer):
             value = total.astype(np.int64) + np.rint(noise).astype(np.int64)
         return Released(value=value, event=event, number=number)
+
+
+def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:
+    """No gate at all: whatever is learned from the records from here on may leave as it is, at the price of infinity.
+
+    Charged once, before the first record is used; a ledger with a finite budget refuses.
+    """
+    return ledger.charge(unprotected(ledger.budget.relation, origin=origin))
 
 
 def make_mechanism(sigma: float, noise: NoiseSource | IntegerNoise) -> Mechanism:

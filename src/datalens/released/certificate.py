@@ -4,6 +4,7 @@ It states the **budget** (ε, δ), fixed before training from public facts; what
 `check_release` needs the release folder and nothing else.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ from typing import Any
 from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, Event, GaussianEvent, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger
@@ -90,6 +92,8 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
 
 
 def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
+    if isinstance(settings, PeerSettings):
+        return settings.mechanism(budget)
     if isinstance(settings, Settings):
         return {
             "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
@@ -112,6 +116,8 @@ def _lengths(settings: Settings) -> str:
 
 
 def _noise_of(settings: AnySettings) -> str:
+    if isinstance(settings, PeerSettings):
+        return settings.noise_said()
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
     real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
@@ -120,6 +126,8 @@ def _noise_of(settings: AnySettings) -> str:
 
 def _price_of(settings: AnySettings) -> str:
     """By which theorem noise of this kind is paid for."""
+    if isinstance(settings, PeerSettings):
+        return settings.price_said()
     if settings.noise == "gaussian":
         return "as Gaussian noise of variance sigma²"
     if isinstance(settings, MomentSettings) or settings.sigma >= LEAST_SMOOTH:
@@ -250,7 +258,9 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
         if certificate["version"] == 1:
             expected = _as_of_version_1(expected)
         stated = float(certificate["epsilon_spent"])
-        if isinstance(settings, MomentSettings):
+        if isinstance(settings, PeerSettings):
+            found = _impossible_peer(settings, schema, budget, events)
+        elif isinstance(settings, MomentSettings):
             found = _impossible_moments(settings, schema, events)
         else:
             found = _impossible(settings, budget, events)
@@ -333,6 +343,17 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
         found.append("the settings state another kind of noise than the ledger")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")
+    return found
+
+
+def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
+    """The same for any other method: every charge must be one that its schedule has, and there must be some."""
+    settings.check(schema)
+    planned = [part.event for part in settings.schedule(schema, budget)]
+    found = [] if events else ["the ledger has no release at all"]
+    for event in events:
+        if isinstance(event, UnknownEvent) or dataclasses.replace(event, step=0) not in planned:
+            return [*found, "the ledger has other releases than the settings state"]
     return found
 
 

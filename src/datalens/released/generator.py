@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from datalens import streams
+
 LatentName = Literal["normal", "uniform"]
 
 
@@ -82,6 +84,13 @@ class Generator(nn.Module):
         """One image a label, from latents drawn on the CPU."""
         device = next(self.parameters()).device
         return self(draw_latent(len(labels), self.architecture, random).to(device), labels.to(device))
+
+
+def fresh_generator(shape: tuple[int, int, int], classes: int, *, latent: int, seed: int) -> "Generator":
+    """DC-GAN's, about to be trained; from the seed alone."""
+    generator = Generator(dcgan_architecture(shape, classes, latent=latent, latent_law="normal"))
+    initialise(generator, streams.generator(seed, "generator"))
+    return generator.train()
 
 
 def initialise(generator: Generator, random: torch.Generator) -> None:

@@ -1,0 +1,54 @@
+"""Every method besides DataLens, in one table: its settings, its plan, and the file of `methods/` that does it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from datalens.config import SPECIFIC, TrainOptions
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.peers import dcgan
+from datalens.peers.settings import PeerSettings
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.ledger import Budget
+
+PRESETS = ("paper", "quick")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """`module` of `methods/` has two functions:
+
+    gather(records, settings, *, device) → what training needs of the records, with `count` and `fingerprint`;
+    train(run, records, settings, *, device) → the generator to release.
+    """
+
+    settings: type[PeerSettings]
+    plan: Callable[[TrainOptions, str, Schema, Budget], PeerSettings]  # given the preset
+    module: str
+    options: frozenset[str]  # of those that not every method has, the ones it knows
+    accountant: AccountantName = "exact"  # unless another is asked for
+
+
+METHODS: dict[str, Method] = {
+    "dcgan": Method(
+        settings=dcgan.DcganSettings, plan=dcgan.plan, module="dcgan", options=frozenset({"steps", "batch"})
+    ),
+}
+
+
+def make_peer_plan(options: TrainOptions, schema: Schema, budget: Budget) -> PeerSettings:
+    """Every setting, from public facts."""
+    method = METHODS[options.method]
+    unknown = [name for name in SPECIFIC if getattr(options, name) not in (None, False) and name not in method.options]
+    if unknown:
+        known = ", ".join(f"--{name.replace('_', '-')}" for name in SPECIFIC if name in method.options)
+        raise DatalensError(
+            f"--{unknown[0].replace('_', '-')} means nothing to --method {options.method}: leave it out"
+            + (f" (it knows {known})" if known else "")
+        )
+    preset = options.preset or PRESETS[0]
+    if preset not in PRESETS:
+        raise DatalensError(f"--preset {preset} is unknown to {options.method}: choose {' or '.join(PRESETS)}")
+    settings = method.plan(options, preset, schema, budget)
+    settings.check(schema)
+    return settings

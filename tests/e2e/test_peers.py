@@ -1,0 +1,117 @@
+"""Every other method, from start to release: it trains, survives a kill, samples, and its certificate stands."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+# Two steps each, on 1,437 small digits.
+RUNS = {
+    "dcgan": ("--epsilon", "inf", "--steps", 2, "--batch", 8),
+}
+PRIVATE = [name for name in RUNS if name != "dcgan"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small():
+    """A generator of a few thousand weights."""
+    from datalens.released import generator
+
+    make = generator.dcgan_architecture
+    narrow = {"dense": 32, "widths": (8, 8)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
+        yield
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def finished(request, datalens, tmp_path_factory):
+    out = tmp_path_factory.mktemp("peers") / "run"
+    options = ("--method", request.param, "--data", "digits", *RUNS[request.param])
+    return request.param, out, datalens("train", *options, "--out", out, "--json").succeeded().json
+
+
+class Killed(BaseException):
+    """Nothing catches it: what a kill -9 leaves behind."""
+
+
+def charges(run):
+    return [json.loads(line)["event"] for line in (run / "ledger.jsonl").read_text().splitlines()[1:]]
+
+
+def test_it_says_what_it_did(finished, datalens):
+    name, run, result = finished
+    assert result["method"] == name
+    assert result["private"] == (name in PRIVATE)
+    assert charges(run)
+    verified = datalens("verify", run, "--json").succeeded().json
+    assert verified["epsilon_spent"] == result["epsilon_spent"]
+    assert float(result["epsilon_spent"]) <= float(result["epsilon"])
+    page = (run / "release" / "CERTIFICATE.md").read_text(encoding="utf-8")
+    assert ("NOT PRIVATE" in page) == (name not in PRIVATE)
+
+
+def test_it_samples(finished, datalens, tmp_path):
+    _, run, _ = finished
+    datalens("sample", run, "--count", 20, "--out", tmp_path / "s.npz").succeeded()
+    assert np.load(tmp_path / "s.npz")["images"].shape == (20, 8, 8)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_and_resumed(monkeypatch, datalens, tmp_path, name, call):
+    """Before the first checkpoint, and before the second: what was charged stays charged, and nothing is overspent."""
+    from datalens import runs
+
+    real, calls = runs.Run._checkpoint, 0
+
+    def deadly(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Killed
+        return real(*arguments)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "CHECKPOINT_SECONDS", -1.0)
+        patch.setattr(runs.Run, "_checkpoint", deadly)
+        with pytest.raises(Killed):
+            datalens("train", "--method", name, "--data", "digits", *RUNS[name], "--out", run)
+    before = charges(run)
+    result = datalens("train", "--resume", "--out", run, "--json").succeeded().json
+    assert charges(run)[: len(before)] == before
+    assert float(result["epsilon_spent"]) <= float(result["epsilon"])
+    datalens("verify", run).succeeded()
+
+
+def test_a_run_without_noise_goes_on_as_if_nothing_had_happened(monkeypatch, datalens, tmp_path):
+    test_killed_and_resumed(monkeypatch, datalens, tmp_path / "killed", "dcgan", 2)
+    datalens("train", "--method", "dcgan", "--data", "digits", *RUNS["dcgan"], "--out", tmp_path / "whole").succeeded()
+    weights = "run/release/generator.safetensors", "release/generator.safetensors"
+    assert (tmp_path / "killed" / weights[0]).read_bytes() == (tmp_path / "whole" / weights[1]).read_bytes()
+
+
+def test_a_method_without_noise_needs_an_infinite_budget(datalens, tmp_path):
+    line = datalens("train", "--method", "dcgan", "--data", "digits", "--out", tmp_path / "run").refused(3)
+    assert "use --epsilon inf" in line
+
+
+def test_options_of_other_methods_are_refused_by_name(datalens, tmp_path):
+    options = ("--method", "dcgan", "--data", "digits", "--epsilon", "inf", "--out", tmp_path / "run")
+    assert "--k means nothing to --method dcgan" in datalens("train", *options, "--k", 3).refused()
+    assert "--batch must be at least 2" in datalens("train", *options, "--batch", 1).refused()
+    assert "--preset other is unknown to dcgan" in datalens("train", *options, "--preset", "other").refused()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_reads_nothing(monkeypatch, datalens, name):
+    from datalens.datasets import formats
+
+    monkeypatch.setattr(formats, "open_records", None)
+    epsilon = ("--epsilon", 1 if name in PRIVATE else "inf")
+    fields = datalens("plan", "--method", name, "--data", "mnist", *epsilon, "--json").succeeded().json
+    assert fields["settings"]["method"] == name
+    assert len(fields["parts"]) >= 1
+    assert name in datalens("plan", "--method", name, "--data", "mnist", *epsilon, "--preset", "quick").succeeded().out
