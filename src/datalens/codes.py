@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from datalens import streams
-from datalens.config import padded
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Rotation:
 
     @property
     def padded(self) -> int:
-        return padded(self.size)
+        return 1 << (self.size - 1).bit_length()
 
     def forward(self, vectors: Tensor) -> Tensor:
         """[…, size] → […, padded]"""

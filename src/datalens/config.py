@@ -13,10 +13,11 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
 
-MethodName = Literal["datalens", "datalens-paper", "dcgan"]
+MethodName = Literal["datalens", "datalens-paper", "dcgan", "pategan"]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
+NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 WarmStart = Literal["moments", "off"]
 
 _FROM_PRESET = "(default: from the preset)"
@@ -108,6 +109,8 @@ class TrainOptions:
     """sketch: columns of the table; fewer columns, more collisions."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
+    aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
+    """pategan: Gaussian noise on the counts of votes, or Laplace noise, as published."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
@@ -118,7 +121,7 @@ OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
     *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
 )
-SPECIFIC = (*OVERRIDES, "balanced", "warm_start", "noise", "chunk")
+SPECIFIC = (*OVERRIDES, "aggregate", "balanced", "warm_start", "noise", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +178,7 @@ class Settings:
     def cells(self) -> int:
         """Numbers that are released about one image."""
         if self.compress == "klevel":
-            return padded(self.basis_size)
+            return 1 << (self.basis_size - 1).bit_length()  # padded for the rotation
         return self.sketch_rows * self.sketch_columns if self.compress == "sketch" else self.basis_size
 
     @property
@@ -188,11 +191,6 @@ class Settings:
 
 
 OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
-
-
-def padded(size: int) -> int:
-    """The power of two that `klevel` pads a vector of this size to."""
-    return 1 << (size - 1).bit_length()
 
 
 # The releases of a run from moments, in this order; its `shares` say what part of the budget each gets.

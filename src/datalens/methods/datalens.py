@@ -27,8 +27,8 @@ from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import BudgetExceeded
 from datalens.privacy.mechanisms import Mechanism
-from datalens.private.networks import Network, Spectral, compact_network, paper_network
-from datalens.private.partition import Balanced, Hashed, Rule
+from datalens.private.networks import Network, network_named
+from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.released.decode import Decode
@@ -79,9 +79,7 @@ def gather(records: Records, settings: Settings, *, world: World) -> Shares:
 
 def share_rule(settings: Settings) -> Rule:
     """Which teacher a record goes to."""
-    if settings.shares == "balanced":
-        return Balanced(teachers=settings.teachers)
-    return Hashed(teachers=settings.teachers, salt=f"datalens shares, seed {settings.seed}".encode())
+    return rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
 
 
 def make_crowd(
@@ -128,7 +126,4 @@ def make_decode(settings: Settings, schema: Schema) -> Decode:
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:
-    if settings.network == "spectral":
-        return Spectral(basis=basis, classes=classes, hidden=settings.hidden)
-    make = paper_network if settings.network == "paper" else compact_network
-    return make(basis, classes, hidden=settings.hidden)
+    return network_named(settings.network, basis, classes, hidden=settings.hidden)

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from datalens.config import NoiseName, TrainOptions, checked
+from datalens.config import NoiseOfVotes, TrainOptions, checked
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.events import Charge, NoiseOrigin
@@ -35,7 +35,7 @@ class PeerSettings:
     preset: str
     seed: int
     noise_seeded: bool
-    noise: NoiseName
+    noise: NoiseOfVotes
     steps: int  # of the run: checkpoints lie between them
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: only R
 | discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), plus a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact |
 | discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused |
 | subsampled-gaussian | refused | Mironov et al. 2019, whole orders | subsampled Gaussian |
+| discrete-laplace | randomised responses, one scale, nothing else | the same, any scales | as exact, convolved |
 """
 
 import functools
@@ -21,6 +22,7 @@ from typing import Literal, get_args
 
 import numpy as np
 from scipy.special import gammaln, log_ndtr, logsumexp
+from scipy.stats import binom
 
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.events import (
@@ -30,6 +32,7 @@ from datalens.privacy.events import (
     DiscreteGaussianEvent,
     Event,
     GaussianEvent,
+    LaplaceEvent,
     NoiseLaw,
     SubsampledGaussianEvent,
 )
@@ -45,6 +48,7 @@ PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200
 # Of mu, and of different events, for which the pld accountant does its work.
 PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
 PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own numbers overflow
+LARGEST_LOSS = 100.0  # of one moved count: beyond, Laplace noise hides nothing
 # For zCDP any order will do, so there are many: λ − 1 from 1e-4 to 1e8.
 _ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
 
@@ -122,6 +126,53 @@ def subsampled_rdp(mu: float, rate: float, order: float) -> float:
     choose = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
     logs = choose + (order - i) * math.log1p(-rate) + i * math.log(rate) + (i * i - i) * (mu * mu / 2)
     return max(0.0, float(logsumexp(logs))) / (order - 1)
+
+
+def response_delta(loss: float, times: int, epsilon: float) -> float:
+    """δ(ε) of so many randomised responses of pure cost `loss` (Kairouz, Oh, Viswanath 2015, Theorem 3.3, as a sum).
+
+    The privacy loss is loss·(2K − times) with K binomial; δ = P[K ≥ k] − e^ε·Q[K ≥ k], k the first with more than ε.
+    """
+    if loss == 0 or times == 0 or epsilon >= loss * times:
+        return 0.0
+    if math.isinf(loss):
+        return 1.0
+    first = math.floor((epsilon / loss + times) / 2) + 1
+    right = 1 / (1 + math.exp(-loss))
+    log_p, log_q = (float(binom.logsf(first - 1, times, chance)) for chance in (right, 1 - right))
+    return math.exp(log_p) * -math.expm1(min(epsilon + log_q - log_p, 0.0))
+
+
+def response_epsilon(loss: float, times: int, delta: float) -> float:
+    """The smallest ε with δ(ε) <= delta; at most the pure loss·times."""
+    if math.isinf(loss) and times:
+        return math.inf
+    return _bisect(lambda epsilon: response_delta(loss, times, epsilon) <= delta)[1]
+
+
+def response_rdp(loss: float, order: float) -> float:
+    """RDP of one randomised response: 1/(λ − 1) · log(p^λ (1 − p)^(1 − λ) + (1 − p)^λ p^(1 − λ))."""
+    if loss == 0 or math.isinf(loss):
+        return loss
+    log_right, log_wrong = -math.log1p(math.exp(-loss)), -loss - math.log1p(math.exp(-loss))
+    both = (order * log_right + (1 - order) * log_wrong, order * log_wrong + (1 - order) * log_right)
+    return max(0.0, float(logsumexp(both))) / (order - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _pld_responses(loss: float, times: int, delta: float) -> float:
+    """The same by dp-accounting, as discrete Laplace noise, rounded towards more ε."""
+    if loss == 0 or times == 0 or math.isinf(loss):
+        return loss if times else 0.0
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except ImportError as error:
+        raise DatalensError(f"the pld accountant needs dp-accounting ({error}): use another --accountant") from error
+    cell = min(loss / 8, loss * math.sqrt(times) / 2000)
+    one = privacy_loss_distribution.from_discrete_laplace_mechanism(
+        loss, sensitivity=1, value_discretization_interval=cell
+    )
+    return max(0.0, float(one.self_compose(times).get_epsilon_for_delta(delta)))
 
 
 def pld_epsilon(mu_squared: float, delta: float) -> float:
@@ -206,6 +257,8 @@ class Accountant:
 
     def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         """ε of (event, how many times)."""
+        if self.name in ("exact", "pld") and any(isinstance(event, LaplaceEvent) for event, _ in counted):
+            return self._responses(counted, delta)
         match self.name:
             case "exact":
                 return self._exact(counted, delta)
@@ -229,6 +282,19 @@ class Accountant:
         # Pointwise within e^±slack of the Gaussian's post-processing: (ε, δ) becomes (ε + 2·slack, e^slack·δ).
         return self.epsilon_at(mu_squared, delta * math.exp(-slack)) + 2 * slack
 
+    def _responses(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        """Ballots with Laplace noise of one scale, on a fixed schedule: all of it is so many randomised responses."""
+        laplace = [(event, count) for event, count in counted if isinstance(event, LaplaceEvent)]
+        losses = {event.loss for event, _ in laplace if event.moved}
+        if len(laplace) != len(counted) or len(losses) > 1:
+            raise UnpriceableEvent(
+                f"the {self.name} accountant prices Laplace noise of one scale and no other noise beside it: "
+                "use --accountant rdp-improved"
+            )
+        times = sum(event.moved * count for event, count in laplace)
+        price = response_epsilon if self.name == "exact" else _pld_responses
+        return price(max(losses, default=0.0), times, delta)
+
     def _rdp(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         known = [(self._known(event), count) for event, count in counted]
         rho = _sum([event.rho * count for event, count in known if isinstance(event, GaussianEvent)])
@@ -236,10 +302,20 @@ class Accountant:
         for event, count in known:
             if isinstance(event, SubsampledGaussianEvent):
                 sampled[event.mu, event.rate] += count
-        if not any(mu > 0 for mu, _ in sampled):
+        responses: Counter[float] = Counter()
+        for event, count in known:
+            if isinstance(event, LaplaceEvent):
+                responses[event.loss] += event.moved * count
+        if not any(mu > 0 for mu, _ in sampled) and not any(loss > 0 for loss in responses):
             return self.epsilon_at(2 * rho, delta)
         curve = [
-            _sum([order * rho, *(subsampled_rdp(mu, rate, order) * n for (mu, rate), n in sampled.items())])
+            _sum(
+                [
+                    order * rho,
+                    *(subsampled_rdp(mu, rate, order) * n for (mu, rate), n in sampled.items()),
+                    *(response_rdp(loss, order) * n for loss, n in responses.items()),
+                ]
+            )
             for order in PAPER_ORDERS
         ]
         convert = _convert_as_printed if self.name == "rdp" else _convert_improved
@@ -258,13 +334,14 @@ class Accountant:
                     f"the pld accountant does not price discrete noise below sigma {LEAST_SMOOTH:g}: "
                     "use --accountant rdp-improved"
                 )
+            assert isinstance(known, GaussianEvent)  # Laplace went elsewhere
             slack += known.slack * count
             parts[known.mu, 1.0] += count
         listed = tuple(sorted((mu, rate, count) for (mu, rate), count in parts.items()))
         return _pld_epsilon(listed, delta * math.exp(-slack)) + 2 * slack
 
     def _known(self, event: Event) -> Charge:
-        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent):
+        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent | LaplaceEvent):
             raise UnpriceableEvent(
                 f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
                 "a newer datalens may know it"
@@ -370,6 +447,33 @@ def calibrate_sigma(
     while overspends(sigma):
         sigma, more = sigma * (1 + more), 2 * more
     return sigma
+
+
+def calibrate_scale(*, moved: int, epsilon: float, delta: float, accountant: Accountant) -> float:
+    """The smallest scale of Laplace noise with which so many moved counts fit into (ε, δ), all releases together."""
+    if math.isinf(epsilon):
+        return 0.0
+
+    def fits(loss: float) -> bool:
+        facts = {"row_unit": "teacher", "relation": "add-remove", "noise": "operating-system", "queries": 1, "step": 0}
+        event = LaplaceEvent(moved=moved, scale=1 / loss, **facts)  # type: ignore[arg-type]
+        return accountant.price([(event, 1)], delta) <= epsilon
+
+    low, high = 0.0, epsilon / moved  # pure composition: this much always fits
+    while high < LARGEST_LOSS and fits(high):
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle > 0 and fits(middle) else (low, middle)
+    if low == 0:
+        raise BudgetExceeded(
+            f"no noise is large enough for epsilon {epsilon:g} at delta {delta:g} with the {accountant.name} "
+            "accountant: raise --epsilon, or use --accountant exact"
+        )
+    scale = 1 / low
+    while not fits(1 / scale):  # the last digit
+        scale = math.nextafter(scale, math.inf)
+    return scale
 
 
 def _discrete_sigma(

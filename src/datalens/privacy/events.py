@@ -162,17 +162,59 @@ class SubsampledGaussianEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaplaceEvent:
+    """Counts of ballots, each released once with discrete Laplace noise, P[z] proportional to exp(−|z|/scale).
+
+    Formal guarantees: between neighbours at most `moved` counts change, by one each, and a whole-number noise of this
+    law tells a count from the next one exactly as well as one answer of 1/scale-DP randomised response does. So the
+    release is `moved` of those (Kairouz, Oh, Viswanath 2015), and moved/scale-DP.
+    """
+
+    row_unit: RowUnit
+    moved: int  # counts in which two possible ballots can differ, by one each
+    relation: Relation
+    scale: float
+    queries: int
+    step: int
+    noise: NoiseOrigin
+    kind: ClassVar[str] = "discrete-laplace"
+
+    def __post_init__(self) -> None:
+        _check(self, numbers=("scale",), counts=("moved", "queries", "step"))
+        if self.row_unit != "teacher":
+            raise TamperedError("ballots are cast by teachers")
+
+    @property
+    def loss(self) -> float:
+        """What one moved count costs, as pure ε."""
+        return _ratio(1.0 if self.moved else 0.0, self.scale)
+
+    @property
+    def mu(self) -> float:
+        """About the mu of a Gaussian that leaks as much, for a person: no price rests on it."""
+        return self.loss * math.sqrt(self.moved) if self.moved else 0.0
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation of the noise."""
+        return math.sqrt(0.5) / math.sinh(0.5 / self.scale) if self.scale > 1e-3 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnknownEvent:
     """An event some other version wrote. Accountants refuse it: what is not understood is not priced."""
 
     kind: str
 
 
-Charge = GaussianEvent | SubsampledGaussianEvent  # what a ledger takes; the first holds the discrete ones too
+Charge = GaussianEvent | SubsampledGaussianEvent | LaplaceEvent  # what a ledger takes; the first holds discrete ones
 Event = Charge | UnknownEvent
 
-_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent]] = {
-    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent)
+_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent] | type[LaplaceEvent]] = {
+    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent, LaplaceEvent)
 }
 
 
