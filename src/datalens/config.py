@@ -13,7 +13,7 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
 
-MethodName = Literal["datalens", "datalens-paper", "dcgan", "pategan"]
+MethodName = Literal["datalens", "datalens-paper", "dcgan", "pategan", "gpate"]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
@@ -111,6 +111,12 @@ class TrainOptions:
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
     aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
     """pategan: Gaussian noise on the counts of votes, or Laplace noise, as published."""
+    projections: _WholeNumber = None
+    """gpate: random directions in which teachers vote, per synthetic image."""
+    bins: _WholeNumber = None
+    """gpate: answers a teacher may choose from, in each direction."""
+    threshold: _Number = None
+    """gpate: the part of the teachers that must seem to agree, or there is no answer."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
@@ -121,7 +127,7 @@ OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
     *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
 )
-SPECIFIC = (*OVERRIDES, "aggregate", "balanced", "warm_start", "noise", "chunk")
+SPECIFIC = (*OVERRIDES, "aggregate", "projections", "bins", "threshold", "balanced", "warm_start", "noise", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from datalens.basis import Basis
+
 
 class Critic(nn.Module):
     """Convolutions of stride 2 with the label beside every layer's input, as DC-GAN's generator has it.
@@ -33,6 +35,23 @@ class Critic(nn.Module):
             planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
             x = F.leaky_relu(layer(torch.cat([x, planes], dim=1)), 0.2)
         return self.dense(torch.cat([x.flatten(1), one_hot], dim=1)).squeeze(1)
+
+
+class CosineCritic(nn.Module):
+    """The same over low-frequency cosines: a linear part for every label, and one hidden layer shared by all."""
+
+    def __init__(self, basis: Basis, classes: int, *, width: int) -> None:
+        super().__init__()
+        self.basis, self.classes = basis, classes
+        self.linear = nn.Linear(basis.size, classes)
+        self.hidden = nn.Linear(basis.size + classes, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = self.basis.forward(images - 0.5) * 0.25  # of a size of a few units, as teachers see them
+        one_hot = F.one_hot(labels, self.classes).to(images.dtype)
+        hidden = F.leaky_relu(self.hidden(torch.cat([features, one_hot], dim=1)), 0.2)
+        return (self.linear(features) * one_hot).sum(dim=1) + self.out(hidden).squeeze(1)
 
 
 def initialise_critic(critic: nn.Module, random: torch.Generator) -> None:

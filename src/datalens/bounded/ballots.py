@@ -39,8 +39,3 @@ def binned(gradients: Gradients, projection: Tensor, *, bins: int) -> Ballots:
     place = (projected / torch.where(known, largest, 1.0) + 1) * (bins / 2)
     place = torch.where(known, place.floor().clamp(0, bins - 1), -1.0)
     return Ballots(teachers=gradients.teachers, choices=place.to(torch.int64).flatten(1))
-
-
-def middles(bins: int) -> Tensor:
-    """[bins]: the value an answer of `binned` stands for."""
-    return (2 * torch.arange(bins) + 1) / bins - 1

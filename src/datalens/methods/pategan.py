@@ -9,10 +9,12 @@ Differs from the paper:
 """
 
 import torch
+from torch import nn
 
 from datalens.basis import make_basis
 from datalens.bounded.ballots import real_or_fake
 from datalens.bounded.contributions import count_ballots
+from datalens.critics import CosineCritic, Critic
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded
@@ -80,16 +82,21 @@ def make_teachers(shares: Shares, s: PateGanSettings, schema: Schema) -> Teacher
 
 
 def make_student(s: PateGanSettings, schema: Schema, device: torch.device) -> CriticStudent:
+    basis, classes = make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes)
+    if s.network == "spectral":  # the critic sees what the teachers see
+        critic: nn.Module = CosineCritic(basis, classes, width=s.width)
+    else:
+        critic = Critic(schema.shape, classes, width=s.width)
     return CriticStudent(
         schema.shape,
-        len(schema.classes),
+        classes,
+        critic,
         teachers=s.teachers,
         labels=s.labels,
         batch=s.batch,
         jitter=s.jitter,
         memory=s.memory,
         latent=s.latent,
-        width=s.width,
         critic_steps=s.critic_steps,
         critic_rate=s.critic_rate,
         generator_steps=s.generator_steps,

@@ -61,6 +61,10 @@ class PeerSettings:
         """All that will be charged."""
         raise NotImplementedError
 
+    def possible(self, event: Charge, schema: Schema, budget: Budget) -> bool:
+        """Whether a ledger may have been charged for this."""
+        return dataclasses.replace(event, step=0) in [part.event for part in self.schedule(schema, budget)]
+
     def mechanism(self, budget: Budget) -> dict[str, str]:
         """For the certificate: `name` and `sensitivity`."""
         raise NotImplementedError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers import dcgan, ensembles, pategan
+from datalens.peers import dcgan, ensembles, gpate, pategan
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -38,6 +38,12 @@ METHODS: dict[str, Method] = {
         plan=pategan.plan,
         module="pategan",
         options=frozenset({*ensembles.OPTIONS, "aggregate", "noise"}),
+    ),
+    "gpate": Method(
+        settings=gpate.GPateSettings,
+        plan=gpate.plan,
+        module="gpate",
+        options=frozenset({*ensembles.OPTIONS, "projections", "bins", "threshold"}),
     ),
 }
 

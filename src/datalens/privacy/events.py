@@ -97,6 +97,35 @@ def unprotected(relation: Relation, *, origin: NoiseOrigin = "operating-system",
     return GaussianEvent(row_unit="record", relation=relation, queries=0, step=step, noise=origin, **bounds)
 
 
+def confident_check(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+    """What the check of so many queries is charged: each largest count moves by at most one."""
+    moved = math.sqrt(queries)
+    return GaussianEvent(
+        row_unit="teacher",
+        l2_bound=moved,
+        diameter=moved,
+        relation=relation,
+        sigma=sigma,
+        queries=queries,
+        step=step,
+        noise=noise,
+    )
+
+
+def confident_answer(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+    """What so many answers are charged: two counts a query move by one each."""
+    return GaussianEvent(
+        row_unit="teacher",
+        l2_bound=math.sqrt(queries),
+        diameter=math.sqrt(2 * queries),
+        relation=relation,
+        sigma=sigma,
+        queries=queries,
+        step=step,
+        noise=noise,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiscreteGaussianEvent(GaussianEvent):
     """A sum of integer rows, released once with the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.

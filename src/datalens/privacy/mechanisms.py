@@ -14,7 +14,8 @@ from datalens.privacy.events import (
     GaussianEvent,
     LaplaceEvent,
     NoiseOrigin,
-    Relation,
+    confident_answer,
+    confident_check,
     unprotected,
 )
 from datalens.privacy.ledger import Ledger
@@ -181,35 +182,6 @@ class ConfidentGNMax:
     def _noise(self, sigma: float, shape: tuple[int, ...]) -> np.ndarray:
         normal = self.noise.standard_normal(math.prod(shape)).reshape(shape)
         return np.rint(sigma * normal).astype(np.int64)
-
-
-def confident_check(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
-    """What the check of so many queries is charged: each largest count moves by at most one."""
-    moved = math.sqrt(queries)
-    return GaussianEvent(
-        row_unit="teacher",
-        l2_bound=moved,
-        diameter=moved,
-        relation=relation,
-        sigma=sigma,
-        queries=queries,
-        step=step,
-        noise=noise,
-    )
-
-
-def confident_answer(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
-    """What so many answers are charged: two counts a query move by one each."""
-    return GaussianEvent(
-        row_unit="teacher",
-        l2_bound=math.sqrt(queries),
-        diameter=math.sqrt(2 * queries),
-        relation=relation,
-        sigma=sigma,
-        queries=queries,
-        step=step,
-        noise=noise,
-    )
 
 
 def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:

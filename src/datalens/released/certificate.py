@@ -4,7 +4,6 @@ It states the **budget** (ε, δ), fixed before training from public facts; what
 `check_release` needs the release folder and nothing else.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -349,10 +348,9 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
 def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """The same for any other method: every charge must be one that its schedule has, and there must be some."""
     settings.check(schema)
-    planned = [part.event for part in settings.schedule(schema, budget)]
     found = [] if events else ["the ledger has no release at all"]
     for event in events:
-        if isinstance(event, UnknownEvent) or dataclasses.replace(event, step=0) not in planned:
+        if isinstance(event, UnknownEvent) or not settings.possible(event, schema, budget):
             return [*found, "the ledger has other releases than the settings state"]
     return found
 

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from datalens import streams
 from datalens.basis import make_basis
-from datalens.critics import Critic, initialise_critic
+from datalens.critics import initialise_critic
 from datalens.learner import Learner
 from datalens.privacy.released import Released
 from datalens.released.generator import Generator, draw_latent, fresh_generator
@@ -28,6 +28,7 @@ class CriticStudent:
         self,
         shape: tuple[int, int, int],
         classes: int,
+        critic: nn.Module,
         *,
         teachers: int,
         labels: LabelName,
@@ -35,7 +36,6 @@ class CriticStudent:
         jitter: float,
         memory: int,
         latent: int,
-        width: int,
         critic_steps: int,
         critic_rate: float,
         generator_steps: int,
@@ -44,7 +44,6 @@ class CriticStudent:
         device: torch.device,
     ) -> None:
         self.generator: Generator = fresh_generator(shape, classes, latent=latent, seed=seed).to(device)
-        critic = Critic(shape, classes, width=width)
         initialise_critic(critic, streams.generator(seed, "critic"))
         self._critic = Learner(critic.to(device), rate=critic_rate)
         self._student = Learner(self.generator, rate=generator_rate)

@@ -21,6 +21,24 @@ class Direction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeBins:
+    """From the winning bins of projected coordinates (`bounded.ballots.binned`) back to images; nothing won: zero.
+
+    Bin b of B stands for the middle of its part of [−1, 1]. `projection` has orthonormal columns [d, p], and is public.
+    """
+
+    bins: int
+    basis: Basis
+
+    def __call__(self, released: Released, projection: Tensor) -> Direction:
+        if not isinstance(released, Released):
+            raise TypeError("only a released value may be decoded")
+        won = torch.from_numpy(released.value).view(-1, projection.shape[1])  # [m, p]
+        middle = torch.where(won >= 0, (2 * won + 1) / self.bins - 1, 0.0)
+        return Direction(value=self.basis.inverse(middle.to(torch.float32) @ projection.T.to(torch.float32)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decode:
     """`threshold`: Algorithm 3, lines 9-11, at ±βN; `sign`: the same without threshold; `linear`: the mean vote.
 
