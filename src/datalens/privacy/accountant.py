@@ -155,8 +155,8 @@ def response_rdp(loss: float, order: float) -> float:
     if loss == 0 or math.isinf(loss):
         return loss
     log_right, log_wrong = -math.log1p(math.exp(-loss)), -loss - math.log1p(math.exp(-loss))
-    both = (order * log_right + (1 - order) * log_wrong, order * log_wrong + (1 - order) * log_right)
-    return max(0.0, float(logsumexp(both))) / (order - 1)
+    likely, unlikely = order * log_right + (1 - order) * log_wrong, order * log_wrong + (1 - order) * log_right
+    return max(0.0, likely + math.log1p(math.exp(unlikely - likely))) / (order - 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,9 +168,9 @@ def _pld_responses(loss: float, times: int, delta: float) -> float:
         from dp_accounting.pld import privacy_loss_distribution
     except ImportError as error:
         raise DatalensError(f"the pld accountant needs dp-accounting ({error}): use another --accountant") from error
-    cell = min(loss / 8, loss * math.sqrt(times) / 2000)
+    # Losses are ±loss, so on this grid nothing is rounded at all.
     one = privacy_loss_distribution.from_discrete_laplace_mechanism(
-        loss, sensitivity=1, value_discretization_interval=cell
+        loss, sensitivity=1, value_discretization_interval=loss
     )
     return max(0.0, float(one.self_compose(times).get_epsilon_for_delta(delta)))
 
