@@ -260,7 +260,7 @@ def test_a_critic_that_sees_records_is_caught(kind: type[CriticStudent]) -> None
     def after(record: float) -> torch.Tensor:
         student = kind(
             SCHEMA.shape, 2, Critic(SCHEMA.shape, 2, width=4), teachers=4, labels="counts", batch=4, jitter=0.1,
-            memory=1, latent=4, critic_steps=1, critic_rate=1e-2, generator_steps=1, generator_rate=1e-2, seed=0,
+            memory=1, latent=4, critic_steps=1, critic_rate=1e-2, generator_steps=1, generator_batch=4, generator_rate=1e-2, seed=0,
             device=torch.device("cpu"),
         )  # fmt: skip
         student.record = torch.full(SCHEMA.shape, record)  # type: ignore[attr-defined]

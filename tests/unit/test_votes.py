@@ -199,6 +199,19 @@ def test_the_scale_is_the_smallest_that_fits(name: Any, epsilon: float) -> None:
     assert calibrate_scale(moved=600, epsilon=math.inf, delta=1e-5, accountant=pricing) == 0.0
 
 
+@pytest.mark.parametrize("labels", [1, 100, 10_000, 100_000])
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0])
+def test_the_scale_is_found_whatever_the_number_of_labels(labels: int, epsilon: float) -> None:
+    """Never more than pure composition asks for, and for many labels as little as Gaussian noise of that σ."""
+    exact = Accountant(name="exact")
+    scale = calibrate_scale(moved=2 * labels, epsilon=epsilon, delta=1e-5, accountant=exact)
+    assert scale <= 2 * labels / epsilon * (1 + 1e-9)
+    if labels >= 10_000:
+        goal: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-5, "accountant": exact}
+        sigma = accountant.calibrate_sigma(sensitivity=math.sqrt(2), steps=labels, **goal)
+        assert scale == pytest.approx(sigma, rel=0.01)
+
+
 def test_a_budget_that_no_noise_fits_is_refused() -> None:
     with pytest.raises(BudgetExceeded, match="no noise is large enough"):
         calibrate_scale(moved=600, epsilon=1e-4, delta=1e-5, accountant=Accountant(name="rdp"))

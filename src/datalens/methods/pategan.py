@@ -100,6 +100,7 @@ def make_student(s: PateGanSettings, schema: Schema, device: torch.device) -> Cr
         critic_steps=s.critic_steps,
         critic_rate=s.critic_rate,
         generator_steps=s.generator_steps,
+        generator_batch=s.generator_batch,
         generator_rate=s.generator_rate,
         seed=s.seed,
         device=device,

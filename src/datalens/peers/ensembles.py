@@ -7,7 +7,7 @@ from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings, asked
-from datalens.presets import HIDDEN, PAPER_SIDE
+from datalens.presets import HIDDEN
 
 OPTIONS = ("teachers", "network", "basis", "basis_size", "teacher_steps", "batch", "steps")
 
@@ -48,24 +48,20 @@ class EnsembleSettings(PeerSettings):
             )
 
 
-def teacher_values(options: TrainOptions, schema: Schema, *, small: bool, records_each: int) -> dict[str, Any]:
-    """Teachers of the paper's size on pixels; or `small`, over low-frequency cosines, for a CPU; as asked."""
+def teacher_values(options: TrainOptions, schema: Schema, *, records_each: int) -> dict[str, Any]:
+    """Small teachers over low-frequency cosines, which a CPU carries by the thousand; or as asked."""
     values: dict[str, Any] = {
         "teachers": max(1, schema.nominal_size // records_each),
-        "network": "paper" if max(schema.height, schema.width) <= PAPER_SIDE else "compact",
-        "basis": "pixel",
-        "teacher_rate": 1e-3,
-        "teacher_weight_decay": 0.0,
+        "network": "spectral",
+        "basis": "dct",
+        "teacher_rate": 5e-4,
+        "teacher_weight_decay": 0.03,
         "teacher_steps": 2,
         "teacher_steps_first": 10,
         "teacher_batch": 15,
         "latent": 50,
     }
-    if small:
-        values |= {"network": "spectral", "basis": "dct", "teacher_rate": 5e-4, "teacher_weight_decay": 0.03}
     values |= asked(options, *OPTIONS)
-    if values["network"] == "spectral" and options.basis is None:
-        values["basis"] = "dct"
     full = schema.dimensions
     values.setdefault("basis_size", full if values["basis"] == "pixel" else min(64, full))
     values["hidden"] = HIDDEN[values["network"]]

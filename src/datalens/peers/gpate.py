@@ -97,7 +97,7 @@ CHECK = 6.0  # the check's noise by that of the answers, as in the published set
 
 def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> GPateSettings:
     quick = preset == "quick"
-    values = teacher_values(options, schema, small=True, records_each=60 if quick else 15)
+    values = teacher_values(options, schema, records_each=60 if quick else 15)
     values = {"steps": 100 if quick else 300, "batch": 20 if quick else 60} | values
     values |= {"projections": min(16, values["basis_size"]), "bins": 2, "threshold": 0.5, "gamma": 1e-3}
     values |= {"student_rate": 1e-3} | asked(options, "projections", "bins", "threshold")

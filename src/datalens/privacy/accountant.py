@@ -140,6 +140,8 @@ def response_delta(loss: float, times: int, epsilon: float) -> float:
     first = math.floor((epsilon / loss + times) / 2) + 1
     right = 1 / (1 + math.exp(-loss))
     log_p, log_q = (float(binom.logsf(first - 1, times, chance)) for chance in (right, 1 - right))
+    if math.isinf(log_p):
+        return 0.0  # below 1e-300
     return math.exp(log_p) * -math.expm1(min(epsilon + log_q - log_p, 0.0))
 
 
@@ -459,7 +461,7 @@ def calibrate_scale(*, moved: int, epsilon: float, delta: float, accountant: Acc
         event = LaplaceEvent(moved=moved, scale=1 / loss, **facts)  # type: ignore[arg-type]
         return accountant.price([(event, 1)], delta) <= epsilon
 
-    low, high = 0.0, epsilon / moved  # pure composition: this much always fits
+    low, high = 0.0, epsilon / moved / 2  # by pure composition this much always fits, and more than its last digit
     while high < LARGEST_LOSS and fits(high):
         low, high = high, 2 * high
     for _ in range(60):

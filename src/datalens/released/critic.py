@@ -39,6 +39,7 @@ class CriticStudent:
         critic_steps: int,
         critic_rate: float,
         generator_steps: int,
+        generator_batch: int,
         generator_rate: float,
         seed: int,
         device: torch.device,
@@ -52,6 +53,7 @@ class CriticStudent:
         self._batch, self._classes = batch, classes
         self._jitter, self._basis = jitter, make_basis("dct", shape, JITTERED)
         self._critic_steps, self._generator_steps = critic_steps, generator_steps
+        self._generator_batch = generator_batch
         self._seed, self._device = seed, device
         # What was asked and answered lately, to learn from again.
         self._images = torch.zeros(memory * batch, *shape, device=device)
@@ -84,8 +86,8 @@ class CriticStudent:
             # Answers with noise may lie outside [0, 1]: the slope of this loss is sigmoid(says) − answer all the same.
             self._critic.step((F.softplus(says) - self._answers[some] * says).mean())
         for _ in range(self._generator_steps):
-            z = draw_latent(self._batch, self.generator.architecture, random).to(self._device)
-            labels = torch.randint(self._classes, (self._batch,), generator=random).to(self._device)
+            z = draw_latent(self._generator_batch, self.generator.architecture, random).to(self._device)
+            labels = torch.randint(self._classes, (self._generator_batch,), generator=random).to(self._device)
             self._student.step(F.softplus(-critic(self.generator.train()(z, labels), labels)).mean())
 
     def _targets(self, released: Released) -> Tensor:
