@@ -13,6 +13,11 @@ class Learner:
         self.module = module
         self._adam = torch.optim.Adam(module.parameters(), lr=rate, betas=betas)
 
+    def rate(self, value: float) -> None:
+        """From now on."""
+        for group in self._adam.param_groups:
+            group["lr"] = value
+
     def step(self, loss: Tensor) -> None:
         self._adam.zero_grad()
         loss.backward()

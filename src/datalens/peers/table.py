@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers import dcgan
+from datalens.peers import dcgan, dpmerf
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -32,6 +32,12 @@ class Method:
 METHODS: dict[str, Method] = {
     "dcgan": Method(
         settings=dcgan.DcganSettings, plan=dcgan.plan, module="dcgan", options=frozenset({"steps", "batch"})
+    ),
+    "dpmerf": Method(
+        settings=dpmerf.DpmerfSettings,
+        plan=dpmerf.plan,
+        module="dpmerf",
+        options=frozenset({"steps", "batch", "noise"}),
     ),
 }
 
