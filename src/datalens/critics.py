@@ -27,7 +27,8 @@ class Critic(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """[n, c, h, w] in [0, 1] and [n] → [n]"""
-        one_hot = F.one_hot(labels, self.classes).to(images.dtype)
+        known = torch.arange(self.classes, device=labels.device)
+        one_hot = (labels.unsqueeze(1) == known).to(images.dtype)  # F.one_hot looks at values, which vmap refuses
         x = images * 2 - 1
         for layer in self.down:
             planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])

@@ -1,8 +1,8 @@
 """Random Fourier features of images (Rahimi and Recht 2007), from a public seed: both sides of the gate use them.
 
 An image's features are cos and sin of D random projections; their inner products are those of a Gaussian kernel. Its
-bandwidth is public: that of images of independent uniform pixels, between two of which lies √(d/6) on average. On
-whole numbers all is exact: a projection is rounded to 1/TABLE of a turn, and cosines come from a table.
+bandwidth is public: half of √(d/6), which lies between two images of independent uniform pixels. On whole numbers
+all is exact: a projection is rounded to 1/TABLE of a turn, and cosines come from a table.
 """
 
 import math
@@ -16,17 +16,18 @@ TABLE = 2**12  # steps of a turn
 FINE = 2**20  # of a step, per unit of brightness of 255: with 2^14 pixels of 2^8, sums stay below 2^53
 
 
-class Fourier:
-    """`count` frequencies over images of `shape`, at each of the bandwidths `scales`·√(d/6) as many."""
+def bandwidth(shape: tuple[int, int, int]) -> float:
+    """Of the kernel exp(−‖x − y‖²/2b²), from the size of an image alone."""
+    return math.sqrt(math.prod(shape) / 6) / 2
 
-    def __init__(
-        self, shape: tuple[int, int, int], count: int, *, seed: int, scales: tuple[float, ...] = (1.0,)
-    ) -> None:
+
+class Fourier:
+    """`count` frequencies over images of `shape`."""
+
+    def __init__(self, shape: tuple[int, int, int], count: int, *, seed: int) -> None:
         pixels = math.prod(shape)
         random = streams.generator(seed, "frequencies")
-        bandwidths = torch.tensor(scales, dtype=torch.float64).repeat(-(-count // len(scales)))[:count]
-        bandwidths = bandwidths * math.sqrt(pixels / 6)
-        radians = torch.randn(pixels, count, generator=random, dtype=torch.float64) / bandwidths
+        radians = torch.randn(pixels, count, generator=random, dtype=torch.float64) / bandwidth(shape)
         # In steps of the table for a pixel that is one of 255 brighter, on a grid so fine that sums of them are exact.
         self._steps = (radians * (TABLE / (2 * math.pi * 255)) * FINE).round() / FINE
         self.count = count

@@ -8,7 +8,7 @@ import torch
 
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
-from datalens.fourier import Fourier
+from datalens.fourier import Fourier, bandwidth
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
@@ -44,9 +44,10 @@ def test_inner_products_are_a_gaussian_kernel() -> None:
     images = torch.from_numpy(IMAGES[:6]).permute(0, 3, 1, 2).to(torch.float64) / 255
     found = fourier.features(images)
     distance = torch.cdist(images.flatten(1), images.flatten(1)).square()
-    bandwidth = math.prod(SHAPE) / 6
-    torch.testing.assert_close(found @ found.T, torch.exp(-distance / (2 * bandwidth)), atol=0.03, rtol=0)
-    assert not torch.allclose(found @ found.T, torch.exp(-distance / bandwidth), atol=0.03)
+    squared = bandwidth(SHAPE) ** 2
+    assert squared == pytest.approx(64 / 6 / 4)
+    torch.testing.assert_close(found @ found.T, torch.exp(-distance / (2 * squared)), atol=0.03, rtol=0)
+    assert not torch.allclose(found @ found.T, torch.exp(-distance / squared), atol=0.03)
 
 
 def test_whole_features_are_the_features() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers import dcgan, dpmerf
+from datalens.peers import dcgan, dpmerf, gswgan
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -38,6 +38,13 @@ METHODS: dict[str, Method] = {
         plan=dpmerf.plan,
         module="dpmerf",
         options=frozenset({"steps", "batch", "noise"}),
+    ),
+    "gswgan": Method(
+        settings=gswgan.GswganSettings,
+        plan=gswgan.plan,
+        module="gswgan",
+        options=frozenset({"teachers", "steps", "batch", "clip"}),
+        accountant="rdp-improved",
     ),
 }
 

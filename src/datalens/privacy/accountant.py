@@ -10,6 +10,7 @@ noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: only R
 | discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), plus a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact |
 | discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused |
 | subsampled-gaussian | refused | Mironov et al. 2019, whole orders | subsampled Gaussian |
+| one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot |
 """
 
 import functools
@@ -31,6 +32,7 @@ from datalens.privacy.events import (
     Event,
     GaussianEvent,
     NoiseLaw,
+    OneOfManyEvent,
     SubsampledGaussianEvent,
 )
 
@@ -47,6 +49,9 @@ PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
 PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own numbers overflow
 # For zCDP any order will do, so there are many: λ − 1 from 1e-4 to 1e8.
 _ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
+
+
+_Rdp = Callable[[float, float, float], float]  # (mu, rate, order)
 
 
 class UnpriceableEvent(DatalensError):
@@ -124,19 +129,76 @@ def subsampled_rdp(mu: float, rate: float, order: float) -> float:
     return max(0.0, float(logsumexp(logs))) / (order - 1)
 
 
+def one_of_many_delta(mu: float, rate: float, epsilon: np.ndarray) -> np.ndarray:
+    """δ(ε), at ε >= 0, that no release of one unit of 1/rate, evenly chosen, exceeds when one unit's row is replaced.
+
+    (1−q)M + qA against (1−q)M + qB, all three (mixtures of) Gaussians with centres at most mu apart. By advanced joint
+    convexity (Balle, Barthe, Gaboardi 2018, Theorem 2) its divergence at e^ε is at most q times that of N(mu, 1)
+    and N(0, 1) at 1 + (e^ε − 1)/q, and it is that much where M = B. At ε < 0 the same bound, the other way round:
+    δ(ε) = 1 − e^ε + e^ε·δ(−ε). The larger of two curves of pairs, so a curve of a pair itself, which composes (Zhu,
+    Dong, Wang 2022, Theorem 10); docs/privacy.md has the steps.
+    """
+    return rate * _gaussian_deltas(mu, np.log1p(np.expm1(epsilon) / rate))
+
+
+def one_of_many_rdp(mu: float, rate: float, order: float) -> float:
+    """RDP of the pair that `one_of_many_delta` is the curve of, at whole orders.
+
+    With R and A the curves of Poisson sampling at ε >= 0 when a unit vanishes and when one appears, the pair has R at
+    ε >= 0 and A, seen from the other side, below: E[(p/q)^λ] = E_R[(p/q)^λ] + λ(λ−1)·∫ e^(−λε)·(R(ε) − A(ε)) dε over
+    ε >= 0. Both curves fall, so the sum below, R at the left and A at the right of each cell, is above the integral.
+    """
+    poisson = subsampled_rdp(mu, rate, order)
+    if rate == 1 or poisson == 0 or math.isinf(poisson):
+        return poisson
+    ends, gaps = _gaps(mu, rate)
+    weight = np.exp(-order * ends)
+    rest = (order - 1) * float(gaps @ (weight - np.append(weight[1:], 0.0)))
+    log_moment = np.logaddexp((order - 1) * poisson, math.log(rest)) if rest > 0 else (order - 1) * poisson
+    return float(log_moment) / (order - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _gaps(mu: float, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cells of ε, by their left ends, the last without an end; and the most that R − A (see above) is in each."""
+    ends = np.concatenate([[0.0], np.geomspace(1e-3 * rate, 60.0, 600)])
+    vanishes = one_of_many_delta(mu, rate, ends)
+    left = np.maximum(-np.expm1(ends + math.log1p(-rate)), 0.0)  # 1 − e^ε(1 − q)
+    with np.errstate(divide="ignore"):
+        appears = np.where(left > 0, left * _gaussian_deltas(mu, ends + math.log(rate) - np.log(left)), 0.0)
+    return ends, np.maximum(vanishes - np.append(appears[1:], 0.0), 0.0)
+
+
+def _gaussian_deltas(mu: float, epsilon: np.ndarray) -> np.ndarray:
+    """`gaussian_delta` at many ε >= 0 (also infinite ones)."""
+    if mu == 0:
+        return np.zeros_like(epsilon)
+    mu = max(mu, 1e-10)
+    with np.errstate(invalid="ignore", over="ignore"):
+        first = log_ndtr(-epsilon / mu + mu / 2)
+        gap = epsilon + log_ndtr(-epsilon / mu - mu / 2) - first
+        return np.where(np.isfinite(first), np.exp(first) * -np.expm1(np.minimum(gap, 0.0)), 0.0)
+
+
 def pld_epsilon(mu_squared: float, delta: float) -> float:
     """One Gaussian of this mu, by dp-accounting."""
     return _pld_epsilon(((math.sqrt(mu_squared), 1.0, 1),), delta)
 
 
 @functools.lru_cache(maxsize=256)
-def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """(mu, sampling rate, how many times), composed by dp-accounting, rounded towards more ε."""
+def _pld_epsilon(
+    parts: tuple[tuple[float, float, int], ...], delta: float, chosen: tuple[tuple[float, float, int], ...] = ()
+) -> float:
+    """(mu, sampling rate, how many times), composed by dp-accounting, rounded towards more ε.
+
+    `chosen`: the same for one-of-many events.
+    """
     parts = tuple(part for part in parts if part[0] > 0)
-    if not parts:
+    chosen = tuple(part for part in chosen if part[0] > 0)
+    if not parts and not chosen:
         return 0.0
-    whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in parts]))
-    if whole > PLD_LARGEST or max(mu for mu, _, _ in parts) > PLD_LOUDEST:
+    whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in (*parts, *chosen)]))
+    if whole > PLD_LARGEST or max(mu for mu, _, _ in (*parts, *chosen)) > PLD_LOUDEST:
         return math.inf  # true, if coarse: tables of what may leak grow with mu², and there is nothing left to protect
     # A crowd of equal Gaussians is one Gaussian too, and millions of convolutions are no better a check than thousands.
     parts = tuple(
@@ -148,14 +210,14 @@ def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> f
         if len(parts) > PLD_MOST:
             raise UnpriceableEvent(f"the pld accountant composes at most {PLD_MOST} different subsampled events")
     try:
-        from dp_accounting.pld import privacy_loss_distribution
+        from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     except ImportError as error:
         raise DatalensError(
             f"the pld accountant needs dp-accounting, which cannot be imported ({error}): pip install dp-accounting, "
             "or use another --accountant"
         ) from error
     # Fine against the whole, and not finer: the work grows with the number of cells.
-    cell = max(whole / 2000, max(mu * mu / 2 + 10 * mu for mu, _, _ in parts) / 1e6)
+    cell = max(whole / 2000, max(mu * mu / 2 + 10 * mu for mu, _, _ in (*parts, *chosen)) / 1e6)
     composed = None
     for mu, rate, count in parts:
         one = privacy_loss_distribution.from_gaussian_mechanism(
@@ -163,13 +225,26 @@ def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> f
         )
         many = one.self_compose(count) if count > 1 else one
         composed = many if composed is None else composed.compose(many)
+    for mu, rate, count in chosen:
+        # Beyond the last dot less than 1e-20 of probability is left; it counts as lost.
+        last = math.ceil(math.log1p(rate * math.expm1(min(mu * mu / 2 + 10 * mu, 700.0))) / cell) + 1
+        upper = one_of_many_delta(mu, rate, cell * np.arange(last + 1))
+        below = np.exp(-cell * np.arange(last, 0, -1))
+        curve = np.concatenate([1 - below + below * upper[:0:-1], upper])
+        dots = pld_pmf.create_pmf_pessimistic_connect_dots(cell, np.arange(-last, last + 1), curve)
+        one = privacy_loss_distribution.PrivacyLossDistribution(dots)
+        many = one.self_compose(count) if count > 1 else one
+        composed = many if composed is None else composed.compose(many)
     assert composed is not None
     return max(0.0, float(composed.get_epsilon_for_delta(delta)))
 
 
 def _loudness(mu: float, rate: float) -> float:
-    """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones."""
-    return mu * mu if rate == 1 else min(mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))
+    """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones.
+
+    (Or twice their Kullback-Leibler divergence, at most q·mu²/2, where the noise is small.)
+    """
+    return mu * mu if rate == 1 else min(rate * mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))
 
 
 _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
@@ -232,14 +307,16 @@ class Accountant:
     def _rdp(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         known = [(self._known(event), count) for event, count in counted]
         rho = _sum([event.rho * count for event, count in known if isinstance(event, GaussianEvent)])
-        sampled: Counter[tuple[float, float]] = Counter()
+        sampled: Counter[tuple[_Rdp, float, float]] = Counter()
         for event, count in known:
             if isinstance(event, SubsampledGaussianEvent):
-                sampled[event.mu, event.rate] += count
-        if not any(mu > 0 for mu, _ in sampled):
+                sampled[subsampled_rdp, event.mu, event.rate] += count
+            if isinstance(event, OneOfManyEvent):
+                sampled[one_of_many_rdp, event.mu, event.rate] += count * event.times
+        if not any(mu > 0 for _, mu, _ in sampled):
             return self.epsilon_at(2 * rho, delta)
         curve = [
-            _sum([order * rho, *(subsampled_rdp(mu, rate, order) * n for (mu, rate), n in sampled.items())])
+            _sum([order * rho, *(rdp(mu, rate, order) * n for (rdp, mu, rate), n in sampled.items())])
             for order in PAPER_ORDERS
         ]
         convert = _convert_as_printed if self.name == "rdp" else _convert_improved
@@ -247,11 +324,15 @@ class Accountant:
 
     def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         parts: Counter[tuple[float, float]] = Counter()
+        chosen: Counter[tuple[float, float]] = Counter()
         slack = 0.0
         for event, count in counted:
             known = self._known(event)
             if isinstance(known, SubsampledGaussianEvent):
                 parts[known.mu, known.rate] += count
+                continue
+            if isinstance(known, OneOfManyEvent):
+                chosen[known.mu, known.rate] += count * known.times
                 continue
             if isinstance(known, DiscreteGaussianEvent) and not known.smooth:
                 raise UnpriceableEvent(
@@ -261,10 +342,11 @@ class Accountant:
             slack += known.slack * count
             parts[known.mu, 1.0] += count
         listed = tuple(sorted((mu, rate, count) for (mu, rate), count in parts.items()))
-        return _pld_epsilon(listed, delta * math.exp(-slack)) + 2 * slack
+        picked = tuple(sorted((mu, rate, count) for (mu, rate), count in chosen.items()))
+        return _pld_epsilon(listed, delta * math.exp(-slack), picked) + 2 * slack
 
     def _known(self, event: Event) -> Charge:
-        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent):
+        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent | OneOfManyEvent):
             raise UnpriceableEvent(
                 f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
                 "a newer datalens may know it"
@@ -370,6 +452,33 @@ def calibrate_sigma(
     while overspends(sigma):
         sigma, more = sigma * (1 + more), 2 * more
     return sigma
+
+
+def calibrate_event(
+    make: Callable[[float], Event], *, times: int, epsilon: float, delta: float, accountant: Accountant
+) -> float:
+    """The smallest noise, to a part in 10,000, with which `times` events made of it fit into (ε, δ); 0 without a limit.
+
+    `make(sigma)`. For events whose price is no closed formula: it is asked for again and again.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+
+    def fits(sigma: float) -> bool:
+        return accountant.price([(make(sigma), times)], delta) <= epsilon
+
+    low, high = 0.0, 1.0
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > MOST_NOISE:
+            raise BudgetExceeded(
+                f"no noise is large enough for epsilon {epsilon:g} at delta {delta:g} with the {accountant.name} "
+                "accountant: raise --epsilon, or use another --accountant"
+            )
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _discrete_sigma(

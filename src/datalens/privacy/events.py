@@ -162,17 +162,60 @@ class SubsampledGaussianEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneOfManyEvent:
+    """`times` releases; for each, one of `teachers` units is chosen, evenly and in secret, and its row alone is
+    released with N(0, sigma²) on every coordinate. A record changes one unit's row, at most by `diameter`.
+
+    Priced by RDP and PLD as sampling without replacement of a replaced unit (docs/privacy.md); not a Gaussian
+    mechanism, and not the Poisson-sampled one. Times and sampling are fixed beforehand.
+    """
+
+    row_unit: RowUnit
+    l2_bound: float
+    diameter: float
+    teachers: int
+    relation: Relation
+    sigma: float
+    times: int
+    queries: int
+    step: int
+    noise: NoiseOrigin
+    kind: ClassVar[str] = "one-of-many-gaussian"
+
+    def __post_init__(self) -> None:
+        _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("teachers", "times", "queries", "step"))
+        if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
+            raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
+        if self.teachers < 1 or self.row_unit != "teacher":
+            raise TamperedError("one of many is one of some teachers, each with a share of its own")
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.teachers
+
+    @property
+    def mu(self) -> float:
+        """Of the unit that is chosen; what choosing saves is the accountant's business."""
+        return _ratio(self.diameter, self.sigma)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnknownEvent:
     """An event some other version wrote. Accountants refuse it: what is not understood is not priced."""
 
     kind: str
 
 
-Charge = GaussianEvent | SubsampledGaussianEvent  # what a ledger takes; the first holds the discrete ones too
+Charge = (
+    GaussianEvent | SubsampledGaussianEvent | OneOfManyEvent
+)  # what a ledger takes; the first holds the discrete ones too
 Event = Charge | UnknownEvent
 
-_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent]] = {
-    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent)
+_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent] | type[OneOfManyEvent]] = {
+    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent, OneOfManyEvent)
 }
 
 

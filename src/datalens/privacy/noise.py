@@ -6,6 +6,7 @@ Two laws: standard normals in float64, and the exact discrete Gaussian, made by 
 import contextlib
 import importlib.util
 import os
+import secrets
 import select
 import subprocess
 import sys
@@ -32,6 +33,12 @@ class NoiseSource(Protocol):
     def standard_normal(self, count: int) -> np.ndarray: ...
 
 
+class SecretSource(NoiseSource, Protocol):
+    """And secret choices."""
+
+    def below(self, count: int) -> int: ...
+
+
 @runtime_checkable
 class IntegerNoise(Protocol):
     """Draws of the discrete Gaussian N_Z(0, sigma²), each used once."""
@@ -56,6 +63,10 @@ class SecureNoise:
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(os.urandom(16 * ((count + 1) // 2)), count)
 
+    def below(self, count: int) -> int:
+        """0 … count−1, each as likely."""
+        return secrets.randbelow(count)
+
 
 class SeededNoise:
     """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
@@ -67,6 +78,9 @@ class SeededNoise:
 
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(self._generator.bytes(16 * ((count + 1) // 2)), count)
+
+    def below(self, count: int) -> int:
+        return int(self._generator.integers(count))
 
 
 def _box_muller(entropy: bytes, count: int) -> np.ndarray:
