@@ -30,7 +30,7 @@ STEP = X[1] - X[0]
 
 def event(**changes: Any) -> OneOfManyEvent:
     facts: dict[str, Any] = {"row_unit": "teacher", "l2_bound": 1.0, "diameter": 2.0, "teachers": 5, "sigma": 2.0}
-    facts |= {"relation": "add-remove", "times": 3, "queries": 4, "step": 0, "noise": "operating-system"}
+    facts |= {"relation": "add-remove", "repeats": 3, "queries": 4, "step": 0, "noise": "operating-system"}
     return OneOfManyEvent(**facts | changes)
 
 
@@ -89,7 +89,7 @@ def test_the_pair_of_poisson_sampling_does_not_cover_it() -> None:
     assert divergence(crowd, alone, 0.1) < divergence(alone, crowd, 0.1) - 1e-3  # a unit that appears: not above
     facts: dict[str, Any] = {"relation": "add-remove", "queries": 1, "step": 0, "noise": "operating-system"}
     poisson = SubsampledGaussianEvent(row_unit="record", l2_bound=mu, rate=rate, sigma=1.0, **facts)
-    ours = event(l2_bound=mu / 2, diameter=mu, sigma=1.0, teachers=5, times=20)
+    ours = event(l2_bound=mu / 2, diameter=mu, sigma=1.0, teachers=5, repeats=20)
     for name in ("rdp", "rdp-improved", "pld"):
         accountant = Accountant(name=name)  # type: ignore[arg-type]
         assert accountant.price([(ours, 1)], 1e-5) > accountant.price([(poisson, 20)], 1e-5)
@@ -118,14 +118,14 @@ def test_it_is_cheaper_than_the_bound_of_wang_balle_and_kasiviswanathan(mu: floa
 
 def test_one_of_one_is_a_gaussian() -> None:
     assert one_of_many_rdp(0.7, 1.0, 3.0) == pytest.approx(3 * 0.49 / 2)
-    price = Accountant(name="pld").price([(event(teachers=1, times=4), 1)], 1e-5)
+    price = Accountant(name="pld").price([(event(teachers=1, repeats=4), 1)], 1e-5)
     assert price == pytest.approx(exact_epsilon(4.0, 1e-5), rel=1e-2)
     assert price >= exact_epsilon(4.0, 1e-5)
 
 
 @pytest.mark.parametrize(("sigma", "teachers", "times"), [(2.0, 10, 100), (2.0, 1000, 20_000), (6.0, 3, 50)])
 def test_pld_is_under_rdp_and_a_block_is_its_releases(sigma: float, teachers: int, times: int) -> None:
-    one, many = event(sigma=sigma, teachers=teachers, times=1), event(sigma=sigma, teachers=teachers, times=times)
+    one, many = event(sigma=sigma, teachers=teachers, repeats=1), event(sigma=sigma, teachers=teachers, repeats=times)
     for name in ("rdp", "rdp-improved", "pld"):
         accountant = Accountant(name=name)  # type: ignore[arg-type]
         assert accountant.price([(many, 1)], 1e-5) == accountant.price([(one, times)], 1e-5)
@@ -135,7 +135,7 @@ def test_pld_is_under_rdp_and_a_block_is_its_releases(sigma: float, teachers: in
 
 def test_the_published_setting_costs_347_not_10() -> None:
     """1000 discriminators, σ = 1.07, batch 32, 20,000 steps: noise σ·2C on rows that lie up to 2C·√32 apart."""
-    published = event(l2_bound=math.sqrt(32), diameter=2 * math.sqrt(32), sigma=2 * 1.07, teachers=1000, times=20_000)
+    published = event(l2_bound=math.sqrt(32), diameter=2 * math.sqrt(32), sigma=2 * 1.07, teachers=1000, repeats=20_000)
     assert Accountant(name="pld").price([(published, 1)], 1e-5) == pytest.approx(346.7, abs=0.5)
     assert Accountant(name="rdp-improved").price([(published, 1)], 1e-5) > 346
 
@@ -166,7 +166,7 @@ def test_calibration_knows_its_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"teachers": 0}, {"row_unit": "record"}, {"diameter": 3.0}, {"diameter": 0.5}, {"times": -1}]
+    "changes", [{"teachers": 0}, {"row_unit": "record"}, {"diameter": 3.0}, {"diameter": 0.5}, {"repeats": -1}]
 )
 def test_an_event_that_cannot_be(changes: dict[str, Any]) -> None:
     with pytest.raises(TamperedError):
@@ -225,7 +225,7 @@ def test_rows_that_were_not_paid_for_are_refused() -> None:
     def nobody(teacher: int) -> BoundedSum:
         return sum_bounded([Contributions(rows=torch.ones(1, 4, 9), l2_bound=1.0, diameter=2.0, row_unit="teacher")])
 
-    block = charge_block(ledger(), event(l2_bound=1.0 + 1e-8, diameter=2.0, times=9), SecureNoise())
+    block = charge_block(ledger(), event(l2_bound=1.0 + 1e-8, diameter=2.0, repeats=9), SecureNoise())
     for ask in (long, somebody_else, fewer, nobody):
         with pytest.raises(ValueError, match="not that of the teacher that was chosen"):
             block.release(ask)
@@ -234,7 +234,7 @@ def test_rows_that_were_not_paid_for_are_refused() -> None:
 
 def test_everybody_is_chosen_as_often_and_noise_is_as_wide_as_was_paid_for() -> None:
     times, asked, values = 3000, [], []
-    block = charge_block(ledger(), event(times=times, sigma=3.0), SecureNoise())
+    block = charge_block(ledger(), event(repeats=times, sigma=3.0), SecureNoise())
     for _ in range(times):
         values.append(block.release(lambda teacher: (asked.append(teacher), row(teacher, 0.0))[1]).value)
     counts = np.bincount(asked, minlength=5)

@@ -312,7 +312,7 @@ class Accountant:
             if isinstance(event, SubsampledGaussianEvent):
                 sampled[subsampled_rdp, event.mu, event.rate] += count
             if isinstance(event, OneOfManyEvent):
-                sampled[one_of_many_rdp, event.mu, event.rate] += count * event.times
+                sampled[one_of_many_rdp, event.mu, event.rate] += count * event.repeats
         if not any(mu > 0 for _, mu, _ in sampled):
             return self.epsilon_at(2 * rho, delta)
         curve = [
@@ -332,7 +332,7 @@ class Accountant:
                 parts[known.mu, known.rate] += count
                 continue
             if isinstance(known, OneOfManyEvent):
-                chosen[known.mu, known.rate] += count * known.times
+                chosen[known.mu, known.rate] += count * known.repeats
                 continue
             if isinstance(known, DiscreteGaussianEvent) and not known.smooth:
                 raise UnpriceableEvent(

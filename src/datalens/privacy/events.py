@@ -163,11 +163,11 @@ class SubsampledGaussianEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class OneOfManyEvent:
-    """`times` releases; for each, one of `teachers` units is chosen, evenly and in secret, and its row alone is
+    """`repeats` releases; for each, one of `teachers` units is chosen, evenly and in secret, and its row alone is
     released with N(0, sigma²) on every coordinate. A record changes one unit's row, at most by `diameter`.
 
     Priced by RDP and PLD as sampling without replacement of a replaced unit (docs/privacy.md); not a Gaussian
-    mechanism, and not the Poisson-sampled one. Times and sampling are fixed beforehand.
+    mechanism, and not the Poisson-sampled one. Repeats and sampling are fixed beforehand.
     """
 
     row_unit: RowUnit
@@ -176,14 +176,14 @@ class OneOfManyEvent:
     teachers: int
     relation: Relation
     sigma: float
-    times: int
+    repeats: int
     queries: int
     step: int
     noise: NoiseOrigin
     kind: ClassVar[str] = "one-of-many-gaussian"
 
     def __post_init__(self) -> None:
-        _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("teachers", "times", "queries", "step"))
+        _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("teachers", "repeats", "queries", "step"))
         if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
             raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
         if self.teachers < 1 or self.row_unit != "teacher":

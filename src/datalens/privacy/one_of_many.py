@@ -16,7 +16,7 @@ from datalens.privacy.released import Released
 
 
 def charge_block(ledger: Ledger, event: OneOfManyEvent, noise: SecretSource) -> "Block":
-    """Pay for `event.times` releases; raises before overspending. `event`: as the schedule has it, for this step."""
+    """Pay for `event.repeats` releases; raises before overspending. `event`: as the schedule has it, for this step."""
     if event.noise != noise.origin or event.relation != ledger.budget.relation:
         raise ValueError("an event must say where its noise comes from, and be of its ledger's relation")
     return Block(event, ledger.charge(event), noise)
@@ -29,7 +29,7 @@ class Block:
         self._event = event
         self._number = number
         self._noise = noise
-        self._left = event.times
+        self._left = event.repeats
 
     def release(self, ask: Callable[[int], BoundedSum]) -> Released:
         """Choose one teacher, ask it for its row, and release that with noise.
