@@ -31,6 +31,8 @@ class NoiseSource(Protocol):
 
     def standard_normal(self, count: int) -> np.ndarray: ...
 
+    def words(self, count: int) -> np.ndarray: ...  # whole numbers below 2³², all as likely: for secret choices
+
 
 @runtime_checkable
 class IntegerNoise(Protocol):
@@ -56,6 +58,9 @@ class SecureNoise:
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(os.urandom(16 * ((count + 1) // 2)), count)
 
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(os.urandom(4 * count), dtype=np.uint32)
+
 
 class SeededNoise:
     """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
@@ -67,6 +72,9 @@ class SeededNoise:
 
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(self._generator.bytes(16 * ((count + 1) // 2)), count)
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(self._generator.bytes(4 * count), dtype=np.uint32)
 
 
 def _box_muller(entropy: bytes, count: int) -> np.ndarray:
