@@ -13,7 +13,7 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
 
-MethodName = Literal["datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan"]
+MethodName = Literal["datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan"]
 CompressName = Literal["topk-sign", "sign", "topk"]
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 WarmStart = Literal["moments", "off"]

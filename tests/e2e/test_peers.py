@@ -11,6 +11,8 @@ RUNS = {
     "dcgan": ("--epsilon", "inf", "--steps", 2, "--batch", 8),
     "dpmerf": ("--epsilon", 10, "--steps", 2, "--batch", 2),
     "gswgan": ("--epsilon", 10, "--preset", "quick", "--teachers", 3, "--steps", 2, "--batch", 4),
+    "dpgan": ("--epsilon", 10, "--preset", "quick", "--steps", 2, "--batch", 16),
+    "dpsgd-gan": ("--epsilon", 10, "--preset", "quick", "--steps", 2, "--batch", 16),
 }
 ONE_RELEASE = ("dpmerf",)  # and all the rest is post-processing: no checkpoints, the journal has it
 PRIVATE = [name for name in RUNS if name != "dcgan"]

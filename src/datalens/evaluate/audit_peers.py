@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from datalens.fourier import Fourier
 from datalens.peers import dpmerf
 from datalens.plan import make_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import AccountantName, calibrate_event, exact_epsilon
+from datalens.privacy.accountant import calibrate_event, exact_epsilon
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
@@ -37,7 +37,7 @@ from datalens.private.embedding import embed
 from datalens.private.pool import Pool
 from datalens.progress import bar
 
-ACCOUNTANT: AccountantName = "rdp-improved"  # it prices all of them
+ACCOUNTANT: Literal["rdp-improved"] = "rdp-improved"  # it prices all of them
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of the log-likelihood ratio
 STATISTIC = "log-likelihood ratio of the releases"
 PART = 500  # trials at a time

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers import dcgan, dpmerf, gswgan
+from datalens.peers import dcgan, dpmerf, gswgan, noisy_critic
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -46,6 +46,16 @@ METHODS: dict[str, Method] = {
         options=frozenset({"teachers", "steps", "batch", "clip"}),
         accountant="rdp-improved",
     ),
+    **{
+        name: Method(
+            settings=noisy_critic.NoisyCriticSettings,
+            plan=noisy_critic.plan,
+            module=name.replace("-", "_"),
+            options=frozenset({"steps", "batch", "clip", "teacher_steps"}),
+            accountant="rdp-improved",
+        )
+        for name in ("dpgan", "dpsgd-gan")
+    },
 }
 
 

@@ -1,20 +1,24 @@
-"""What a list of events costs, by three accountants: the exact Gaussian curve, Rényi (RDP) and privacy loss (PLD).
+"""What a list of events costs: by the exact Gaussian curve, Rényi (RDP), privacy loss (PLD, PRV) and moments.
 
 TopAgg is an adaptive composition of plain Gaussian mechanisms, with no subsampling, so the whole of
 it is exactly mu-GDP with mu² = Σ (sensitivity/sigma)², and every price is a function of mu². Discrete Gaussian
-noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: only RDP and PLD can price it.
+noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: the exact curve does not price it.
 
-| event | exact | rdp, rdp-improved | pld |
-|---|---|---|---|
-| gaussian | mu² = (Δ/σ)² | λ·mu²/2 | Gaussian of mu |
-| discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), plus a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact |
-| discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused |
-| subsampled-gaussian | refused | Mironov et al. 2019, whole orders | subsampled Gaussian |
-| one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot |
+| event | exact | rdp, rdp-improved, moments | pld | prv |
+|---|---|---|---|---|
+| gaussian | mu² = (Δ/σ)² | λ·mu²/2 | Gaussian of mu | as exact |
+| discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact | as exact |
+| discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused | as exact |
+| subsampled-gaussian | refused | Mironov et al. 2019, whole orders | both directions | one direction, upper end |
+| one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot | refused |
+
+A subsampled event of rate 1 is a Gaussian event. `moments` is Abadi et al. 2016: RDP at the orders 2 … 33 only.
+`prv` is Opacus's, in whose tables a record is taken away; `pld`, which looks at both directions, is the check on it.
 """
 
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +40,7 @@ from datalens.privacy.events import (
     SubsampledGaussianEvent,
 )
 
-AccountantName = Literal["exact", "rdp", "rdp-improved", "pld"]
+AccountantName = Literal["exact", "rdp", "rdp-improved", "pld", "prv", "moments"]
 ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
 
 # Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
@@ -44,6 +48,10 @@ MOST_NOISE = 2.0**40
 
 # The orders of the paper's code. A sparser set only makes ε larger, never too small.
 PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200)))
+# Where units are sampled, ε may be far below 1/200, and needs orders to match: up to 2262.
+SAMPLED_ORDERS: tuple[float, ...] = (*PAPER_ORDERS, *(float(int(200 * 2 ** (i / 4))) for i in range(15)))
+MOMENT_ORDERS: tuple[float, ...] = tuple(float(order) for order in range(2, 34))  # λ + 1 for λ = 1 … 32
+SAMPLED_ONLY: tuple[AccountantName, ...] = ("prv", "moments")  # what is not sampled has better accountants
 # Of mu, and of different events, for which the pld accountant does its work.
 PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
 PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own numbers overflow
@@ -86,6 +94,13 @@ def rdp_epsilon(mu_squared: float, delta: float) -> float:
     return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in PAPER_ORDERS)
 
 
+def moments_epsilon(mu_squared: float, delta: float) -> float:
+    """The same at the orders of Abadi et al. 2016, Section 3.2: the log moments for λ <= 32, and their tail bound."""
+    if mu_squared == 0:
+        return 0.0
+    return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in MOMENT_ORDERS)
+
+
 def improved_epsilon(mu_squared: float, delta: float) -> float:
     """The same orders with the conversion of Balle et al. 2020 (Canonne, Kamath, Steinke 2020, Proposition 12)."""
     if mu_squared == 0:
@@ -112,6 +127,7 @@ def _convert_as_printed(curve: Sequence[float], orders: Sequence[float], delta: 
     return min(cost + math.log(1 / delta) / (order - 1) for cost, order in zip(curve, orders, strict=True))
 
 
+@functools.lru_cache(maxsize=2**14)
 def subsampled_rdp(mu: float, rate: float, order: float) -> float:
     """RDP of a Poisson-subsampled Gaussian at a whole order (Mironov, Talwar, Zhang 2019, Section 3.3).
 
@@ -239,6 +255,48 @@ def _pld_epsilon(
     return max(0.0, float(composed.get_epsilon_for_delta(delta)))
 
 
+# PRV: the finest and coarsest error of ε it is asked for, the most cells it may take, and where it hands over to RDP.
+PRV_FINEST, PRV_COARSEST, PRV_CELLS, PRV_LARGEST = 5e-4, 1e-2, 2**24, 40.0
+PRV_SMALLEST_DELTA = 1e-10  # below, rounding of its transforms is no longer small against δ
+
+
+@functools.lru_cache(maxsize=1024)
+def _prv_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float, rough: float) -> float:
+    """(mu, sampling rate, how many times), composed by Opacus (Gopi et al. 2021); the upper end of its interval.
+
+    `rough`: ε by RDP. The error asked for is a fiftieth of it, so that it follows from the events alone.
+    """
+    if not rough <= PRV_LARGEST:
+        return rough  # true, if coarse: there is nothing left to protect
+    if delta < PRV_SMALLEST_DELTA:
+        raise UnpriceableEvent(
+            f"the prv accountant is not reliable below delta {PRV_SMALLEST_DELTA:g}: use --accountant rdp-improved"
+        )
+    try:
+        from opacus.accountants import PRVAccountant
+    except ImportError as error:
+        raise DatalensError(
+            f"the prv accountant needs Opacus, which cannot be imported ({error}): pip install opacus, or use another "
+            "--accountant"
+        ) from error
+    steps = sum(count for _, _, count in parts)
+    wanted = min(max(rough / 50, PRV_FINEST), PRV_COARSEST)
+    finest = 2 * (rough + 4) * math.sqrt(steps * math.log(12_000 / delta) / 2) / PRV_CELLS
+    accountant = PRVAccountant()
+    accountant.history = [(1 / mu, rate, count) for mu, rate, count in parts]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about orders of the RDP that only sizes its tables
+            epsilon = float(accountant.get_epsilon(delta, eps_error=max(wanted, finest)))
+    except (RuntimeError, ValueError) as error:
+        raise UnpriceableEvent(
+            f"the prv accountant has no price for this ({error}): use --accountant rdp-improved"
+        ) from error
+    if not math.isfinite(epsilon):
+        raise UnpriceableEvent("the prv accountant has no price for this: use --accountant rdp-improved")
+    return max(0.0, epsilon)
+
+
 def _loudness(mu: float, rate: float) -> float:
     """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones.
 
@@ -252,6 +310,8 @@ _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
     "rdp": rdp_epsilon,
     "rdp-improved": improved_epsilon,
     "pld": pld_epsilon,
+    "prv": exact_epsilon,
+    "moments": moments_epsilon,
 }
 
 
@@ -281,7 +341,10 @@ class Accountant:
 
     def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         """ε of (event, how many times)."""
+        counted = [_spread_out(event, count) for event, count in counted]
         match self.name:
+            case "prv":
+                return self._prv(counted, delta)
             case "exact":
                 return self._exact(counted, delta)
             case "pld":
@@ -315,12 +378,30 @@ class Accountant:
                 sampled[one_of_many_rdp, event.mu, event.rate] += count * event.repeats
         if not any(mu > 0 for _, mu, _ in sampled):
             return self.epsilon_at(2 * rho, delta)
+        orders = MOMENT_ORDERS if self.name == "moments" else SAMPLED_ORDERS
         curve = [
             _sum([order * rho, *(rdp(mu, rate, order) * n for (rdp, mu, rate), n in sampled.items())])
-            for order in PAPER_ORDERS
+            for order in orders
         ]
-        convert = _convert_as_printed if self.name == "rdp" else _convert_improved
-        return convert(curve, PAPER_ORDERS, delta)
+        convert = _convert_improved if self.name == "rdp-improved" else _convert_as_printed
+        return convert(curve, orders, delta)
+
+    def _prv(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        known = [(self._known(event), count) for event, count in counted]
+        sampled: Counter[tuple[float, float]] = Counter()
+        for event, count in known:
+            if isinstance(event, SubsampledGaussianEvent):
+                sampled[event.mu, event.rate] += count
+        if not sampled:
+            return self._exact(counted, delta)
+        if len(known) > sum(isinstance(event, SubsampledGaussianEvent) for event, _ in known):
+            raise UnpriceableEvent(
+                "the prv accountant does not price sampled and unsampled events together: use --accountant rdp-improved"
+            )
+        parts = tuple(sorted((mu, rate, n) for (mu, rate), n in sampled.items() if mu > 0 and n > 0))
+        if not parts:
+            return 0.0
+        return _prv_epsilon(parts, delta, Accountant(name="rdp-improved")._rdp(counted, delta))  # already spread out
 
     def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         parts: Counter[tuple[float, float]] = Counter()
@@ -377,12 +458,32 @@ class Accountant:
 def side_by_side(counted: Sequence[tuple[Event, int]], delta: float) -> dict[AccountantName, float | str]:
     """Every accountant's ε of the same (event, how many times), or why it has none."""
     found: dict[AccountantName, float | str] = {}
-    for name in ACCOUNTANTS:
+    sampled = any(isinstance(event, SubsampledGaussianEvent) for event, _ in counted)
+    for name in ACCOUNTANTS if sampled else (name for name in ACCOUNTANTS if name not in SAMPLED_ONLY):
         try:
             found[name] = Accountant(name=name).price(counted, delta)
         except DatalensError as error:
             found[name] = str(error)
     return found
+
+
+def _spread_out(event: Event, count: int) -> tuple[Event, int]:
+    """A block as its repeats; and sampling that leaves nobody out as no sampling."""
+    if not isinstance(event, SubsampledGaussianEvent):
+        return event, count
+    if event.rate < 1:
+        return event, count * event.repeats
+    plain = GaussianEvent(
+        row_unit=event.row_unit,
+        l2_bound=event.l2_bound,
+        diameter=2 * event.l2_bound,
+        relation=event.relation,
+        sigma=event.sigma,
+        queries=event.queries,
+        step=event.step,
+        noise=event.noise,
+    )
+    return plain, count * event.repeats
 
 
 def topagg_event(*, sensitivity: float, sigma: float, law: NoiseLaw, coordinates: int = 0) -> GaussianEvent:

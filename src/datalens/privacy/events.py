@@ -132,7 +132,10 @@ class DiscreteGaussianEvent(GaussianEvent):
 @dataclass(frozen=True, kw_only=True)
 class SubsampledGaussianEvent:
     """A sum over a Poisson sample of the units, each in it with probability `rate`, with N(0, sigma²) on every
-    coordinate. Add-remove only, one row of norm <= l2_bound per unit. Priced by RDP and PLD; not a Gaussian mechanism.
+    coordinate: `repeats` times, each with a sample and noise of its own. Add-remove only, one row of norm <= l2_bound
+    per unit. Priced by RDP, PRV and PLD; not a Gaussian mechanism.
+
+    A block of repeats may be charged before the first of them is done: what is charged ahead is never too little.
     """
 
     row_unit: RowUnit
@@ -141,12 +144,15 @@ class SubsampledGaussianEvent:
     relation: Relation
     sigma: float
     queries: int
-    step: int
+    step: int  # of the first
     noise: NoiseOrigin
+    repeats: int = 1
     kind: ClassVar[str] = "subsampled-gaussian"
 
     def __post_init__(self) -> None:
-        _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step"))
+        _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step", "repeats"))
+        if self.repeats < 1:
+            raise TamperedError("an event happened at least once")
         if self.rate > 1:
             raise TamperedError(f"a sampling rate must lie between 0 and 1, not {self.rate}")
         if self.relation != "add-remove" or self.row_unit == "teacher":

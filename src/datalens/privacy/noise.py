@@ -32,6 +32,8 @@ class NoiseSource(Protocol):
 
     def standard_normal(self, count: int) -> np.ndarray: ...
 
+    def words(self, count: int) -> np.ndarray: ...  # whole numbers below 2³², all as likely: for secret choices
+
 
 class SecretSource(NoiseSource, Protocol):
     """And secret choices."""
@@ -67,6 +69,9 @@ class SecureNoise:
         """0 … count−1, each as likely."""
         return secrets.randbelow(count)
 
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(os.urandom(4 * count), dtype=np.uint32)
+
 
 class SeededNoise:
     """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
@@ -81,6 +86,9 @@ class SeededNoise:
 
     def below(self, count: int) -> int:
         return int(self._generator.integers(count))
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(self._generator.bytes(4 * count), dtype=np.uint32)
 
 
 def _box_muller(entropy: bytes, count: int) -> np.ndarray:
