@@ -12,7 +12,7 @@ from datalens.evaluate.audit_peers import Question, lower_bound
 
 @pytest.fixture(scope="module")
 def result(datalens):
-    return datalens("audit", "methods", "--epsilon", 1.5, "--trials", 1500, "--json").succeeded().json
+    return datalens("audit", "methods", "--epsilon", 1, "--trials", 4000, "--json").succeeded().json
 
 
 def test_every_private_method_stands_and_its_twins_are_caught(result) -> None:
@@ -24,12 +24,12 @@ def test_every_private_method_stands_and_its_twins_are_caught(result) -> None:
 
 def test_claims_are_what_a_ledger_says(result) -> None:
     for one in result["findings"] + result["control_findings"]:
-        assert 1.45 < one["claimed"] <= 1.5
+        assert 0.98 < one["claimed"] <= 1.0
 
 
 def test_the_attack_is_not_blind(result) -> None:
     """It finds a good part of what a Gaussian claims; that of the sampled ones is shown by the twins it catches."""
-    assert result["findings"][0]["lower_bound"] > 0.5
+    assert result["findings"][0]["lower_bound"] > 0.3
 
 
 @pytest.mark.parametrize(("mu", "epsilon"), [(1.0, 1.0), (0.3, 1.0), (3.0, 8.0)])

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from datalens.bounded.clip import clip_images
+from datalens.bounded.norm_topk import NormTopK
 from datalens.config import TrainOptions
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
@@ -28,6 +29,7 @@ from datalens.peers import dpmerf
 from datalens.plan import make_plan
 from datalens.privacy import audit
 from datalens.privacy.accountant import calibrate_event, exact_epsilon
+from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
@@ -41,7 +43,7 @@ ACCOUNTANT: Literal["rdp-improved"] = "rdp-improved"  # it prices all of them
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of the log-likelihood ratio
 STATISTIC = "log-likelihood ratio of the releases"
 PART = 500  # trials at a time
-METHODS = ("dpmerf", "gswgan")  # that are audited here
+METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan")  # that are audited here; the last two have one gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def _embedding(question: Question, *, weaker: float = 1.0, counts_in_the_clear: 
 
 # --- GS-WGAN --------------------------------------------------------------------------------------
 
-TEACHERS, IMAGES = 10, 64
+TEACHERS, IMAGES = 20, 64
 
 
 def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: bool = False) -> Trials:
@@ -184,6 +186,43 @@ def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: boo
     return trials
 
 
+# --- DP-GAN and the GAN trained with DP-SGD -------------------------------------------------------
+
+RATE = 0.2  # at which the record is in a sample
+
+
+def _noisy_critic(question: Question, *, unclipped: float = 1.0) -> Trials:
+    """One record, whose gradient is as long as it may be, there or not; nobody else. One step."""
+    rows = NormTopK(clip=1.0, selector="none")
+
+    def schedule(sigma: float, *, steps: int = 1) -> Schedule:
+        return Schedule(sigma=sigma, rate=RATE, steps=steps, unit=rows.bound, l2_bound=rows.l2_bound)
+
+    goal: dict[str, Any] = {"epsilon": question.epsilon, "delta": question.delta}
+    sigma = calibrate_event(
+        lambda sigma: schedule(sigma).event(repeats=1, step=0, noise="operating-system"),
+        times=1,
+        accountant=question.budget.pricing(),
+        **goal,
+    )
+    gradient = [torch.full((1, 1), 9.0)]
+    sums = [rows.sum([value[:0] for value in gradient]), rows.sum(gradient)]  # of nobody, and of the record
+
+    def trials(there: bool, count: int) -> tuple[np.ndarray, float]:
+        ledger, noise = Ledger.in_memory(question.budget), SecureNoise()
+        GradientGate(ledger, schedule(sigma), noise).release(sums[there])
+        # A row so many times too long is a row that is not, with so many times less noise.
+        actual = sigma / unclipped
+        gate = GradientGate(question.free, schedule(actual, steps=count), noise, block=count)
+        told = [
+            gate.release(sums[there and len(poisson_sample(noise, 1, RATE)) > 0]).value.item() for _ in range(count)
+        ]
+        odds = np.minimum((np.array(told) - 0.5) / actual**2, 700.0)
+        return np.log1p(np.expm1(odds) * RATE), ledger.spent()
+
+    return trials
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -198,8 +237,13 @@ def subjects(question: Question) -> Iterator[Subject]:
     yield Subject(name="one of many discriminators", method=gswgan, broken=False, trials=_one_of_many(question))
     published = _one_of_many(question, image_by_image=True)
     yield Subject(name="priced image by image, as published", method=gswgan, broken=True, trials=published)
-    third = _one_of_many(question, weaker=3.0)
-    yield Subject(name="a third of the noise", method=gswgan, broken=True, trials=third)
+    quarter = _one_of_many(question, weaker=4.0)
+    yield Subject(name="a quarter of the noise", method=gswgan, broken=True, trials=quarter)
+
+    sgd = METHODS[2]
+    yield Subject(name="gradients of a Poisson sample", method=sgd, broken=False, trials=_noisy_critic(question))
+    long = _noisy_critic(question, unclipped=4.0)
+    yield Subject(name="a batch mean that nobody clips", method=sgd, broken=True, trials=long)
 
 
 def lower_bound(without: np.ndarray, with_it: np.ndarray, *, delta: float, level: float) -> float:

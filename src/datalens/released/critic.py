@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch import Tensor
 
 from datalens import streams
+from datalens.critics import Critic, example_gradients
 from datalens.learner import Learner
 from datalens.privacy.released import Released
 from datalens.released.generator import Generator, draw_latent
@@ -25,14 +25,9 @@ def learn(critic: Learner, released: Released, fake: dict[str, Tensor], *, batch
     critic.descend({name: value + fake[name] for name, value in real.items()})
 
 
-def fake_gradient(critic: nn.Module, images: Tensor, labels: Tensor, loss: Loss, *, clip: float) -> dict[str, Tensor]:
+def fake_gradient(critic: Critic, images: Tensor, labels: Tensor, loss: Loss, *, clip: float) -> dict[str, Tensor]:
     """The mean over fakes of gradients clipped as those of records are, so that neither side outweighs the other."""
-
-    def one(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return loss(functional_call(critic, weights, (image.unsqueeze(0), label.unsqueeze(0)))).sum()
-
-    weights = {name: value.detach() for name, value in critic.named_parameters()}
-    found = vmap(grad(one), in_dims=(None, 0, 0), chunk_size=1024)(weights, images, labels)
+    found = example_gradients(critic, images, labels, loss)
     squares = torch.stack([value.flatten(1).square().sum(dim=1) for value in found.values()])
     scale = (clip / squares.sum(dim=0).sqrt().clamp(min=1e-12)).clamp(max=1.0) / len(images)
     return {name: torch.einsum("i,i...->...", scale, value) for name, value in found.items()}
