@@ -13,7 +13,9 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
 
-MethodName = Literal["datalens", "datalens-paper", "dcgan", "pategan", "gpate"]
+MethodName = Literal[
+    "datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan", "pategan", "gpate"
+]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]

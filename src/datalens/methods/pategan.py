@@ -25,8 +25,8 @@ from datalens.private.networks import Network, network_named
 from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
-from datalens.released.critic import CriticStudent
 from datalens.released.generator import Generator
+from datalens.released.labelled import CriticStudent
 from datalens.runs import Alone, Run
 
 

@@ -4,20 +4,20 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import TrainOptions
+from datalens.config import NoiseOfVotes, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
-from datalens.peers.settings import Part, common
-from datalens.privacy.accountant import calibrate_scale, calibrate_sigma
+from datalens.peers.settings import Part, common, whole_number_law
+from datalens.privacy.accountant import calibrate_event, calibrate_sigma
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget
-from datalens.privacy.noise import opendp_installed
 
 
 @dataclass(frozen=True, kw_only=True)
 class PateGanSettings(EnsembleSettings):
     method: Literal["pategan"]
+    noise: NoiseOfVotes  # type: ignore[assignment]
     scale: float  # of the noise on a count: Laplace's 1/λ, or the Gaussian's σ
     votes: Literal["absolute", "relative"]  # to the batch's other images of the same label
     labels: Literal["majority", "counts"]  # what the student makes of two noisy counts
@@ -107,10 +107,9 @@ def _noise(options: TrainOptions, budget: Budget, *, steps: int, batch: int) -> 
     if options.aggregate == "laplace":
         if options.noise is not None:
             raise DatalensError("--noise is about Gaussian noise: leave it out, or use --aggregate gnmax")
-        return "discrete-laplace", calibrate_scale(moved=2 * batch * steps, **goal)
-    exact = options.noise_seed is None and opendp_installed()
-    law = options.noise or ("discrete-gaussian" if exact else "gaussian")
-    if law == "discrete-gaussian" and not exact:
-        raise DatalensError("--noise discrete-gaussian needs OpenDP, and no --noise-seed: leave --noise out")
+        facts: dict[str, Any] = {"row_unit": "teacher", "relation": budget.relation, "noise": "operating-system"}
+        facts |= {"moved": 2 * batch * steps, "queries": batch * steps, "step": 0}
+        return "discrete-laplace", calibrate_event(lambda scale: LaplaceEvent(scale=scale, **facts), times=1, **goal)
+    law = whole_number_law(options, budget)
     sensitivity = math.sqrt(2 * batch)
     return law, calibrate_sigma(sensitivity=sensitivity, steps=steps, law=law, coordinates=2 * batch, **goal)

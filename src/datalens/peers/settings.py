@@ -5,11 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from datalens.config import NoiseOfVotes, TrainOptions, checked
+from datalens.config import NoiseName, TrainOptions, checked
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.events import Charge, NoiseOrigin
 from datalens.privacy.ledger import Budget
+from datalens.privacy.noise import opendp_installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class PeerSettings:
     preset: str
     seed: int
     noise_seeded: bool
-    noise: NoiseOfVotes
+    noise: NoiseName
     steps: int  # of the run: checkpoints lie between them
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,3 +105,15 @@ def asked(options: TrainOptions, *names: str) -> dict[str, Any]:
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
             raise DatalensError(f"--{name.replace('_', '-')} must be a finite number, at least {least}, not {value:g}")
     return given
+
+
+def whole_number_law(options: TrainOptions, budget: Budget) -> NoiseName:
+    """Of noise on sums of whole numbers: exact wherever it can be had."""
+    if options.noise == "discrete-gaussian" and options.noise_seed is not None:
+        raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
+    if options.noise == "discrete-gaussian" and not opendp_installed():
+        raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
+    if math.isinf(budget.epsilon):
+        return "gaussian"  # of width 0
+    exact = options.noise_seed is None and opendp_installed()
+    return options.noise or ("discrete-gaussian" if exact else "gaussian")

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import secrets
 import select
 import subprocess
 import sys
@@ -33,6 +34,14 @@ class NoiseSource(Protocol):
 
     def standard_normal(self, count: int) -> np.ndarray: ...
 
+    def words(self, count: int) -> np.ndarray: ...  # whole numbers below 2³², all as likely: for secret choices
+
+
+class SecretSource(NoiseSource, Protocol):
+    """And secret choices."""
+
+    def below(self, count: int) -> int: ...
+
 
 @runtime_checkable
 class IntegerNoise(Protocol):
@@ -58,6 +67,13 @@ class SecureNoise:
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(os.urandom(16 * ((count + 1) // 2)), count)
 
+    def below(self, count: int) -> int:
+        """0 … count−1, each as likely."""
+        return secrets.randbelow(count)
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(os.urandom(4 * count), dtype=np.uint32)
+
 
 class SeededNoise:
     """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
@@ -69,6 +85,12 @@ class SeededNoise:
 
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(self._generator.bytes(16 * ((count + 1) // 2)), count)
+
+    def below(self, count: int) -> int:
+        return int(self._generator.integers(count))
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(self._generator.bytes(4 * count), dtype=np.uint32)
 
 
 class LaplaceNoise:

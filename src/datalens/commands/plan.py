@@ -1,0 +1,84 @@
+"""`datalens plan`: what would be done, and what it would cost."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from datalens.commands.common import DataFolder, Json, show
+from datalens.config import MethodName, TrainOptions, WarmStart
+
+_NOISE_OF_MOMENTS = (
+    "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
+    "covariance's noise by the squared clip norm"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Show what `train` would do and what each part would cost. No record is read."""
+
+    data: Annotated[str, arg(metavar="NAME|FILE")]
+    """A named data set, or a file of your own."""
+    data_folder: DataFolder = None
+    """Where a named data set lies that cannot be downloaded."""
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    """For your own file or folder: about how many records it has, declared public."""
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    relation: Literal["add-remove", "replace-one"] = "add-remove"
+    accountant: Annotated[
+        Literal["exact", "rdp", "rdp-improved", "pld"] | None,
+        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
+    ] = None
+    method: MethodName = "datalens"
+    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
+    """As for `train`."""
+    warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.config import MomentSettings
+        from datalens.datasets import formats
+        from datalens.peers.settings import PeerSettings
+        from datalens.plan import costs, make_plan, warnings
+
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder)
+        budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
+        parts = costs(settings, schema, budget)
+        if isinstance(settings, PeerSettings):
+            how, signal = settings.said(), settings.signal
+        elif isinstance(settings, MomentSettings):
+            how, signal = "from private moments", _NOISE_OF_MOMENTS
+        else:
+            how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
+        lines = [
+            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; nothing has been read.",
+            f"budget: {budget.describe(budget.epsilon)}",
+            "",
+            f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
+            *(
+                f"{part['release']:24} {part['share']:13.1%} {part['cells']:9} {part['sensitivity']:12.6g} "
+                f"{part['sigma']:12.6g} {part['noise_to_signal']:13.2g}"
+                for part in parts
+            ),
+            "",
+            f"noise/signal: {signal}",
+            "",
+            *(f"{name} = {value}" for name, value in settings.as_dict().items()),
+            *(f"warning: {line}" for line in warnings(budget, schema)),
+        ]
+        parts = [{name: _number(value) for name, value in part.items()} for part in parts]
+        fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
+        fields["public"] = schema.as_dict()
+        show(fields, lines, json=self.json)
+        return 0
+
+
+def _number(value: Any) -> Any:
+    from datalens.privacy.ledger import json_number
+
+    return json_number(value) if isinstance(value, float) else value
