@@ -112,7 +112,7 @@ def test_the_paper_preset_says_what_is_asked() -> None:
     ("fields", "says"),
     [
         ({"method": "pategan", "aggregate": "laplace", "noise": "gaussian"}, "--aggregate gnmax"),
-        ({"method": "pategan", "noise": "discrete-gaussian", "noise_seed": 1}, "needs OpenDP"),
+        ({"method": "pategan", "noise": "discrete-gaussian", "noise_seed": 1}, "has no seed"),
         ({"method": "pategan", "batch": 1}, "--batch must be at least 2"),
         ({"method": "pategan", "basis_size": 1000, "basis": "dct"}, "more than an image's 784"),
         ({"method": "pategan", "basis_size": 10, "basis": "pixel", "network": "paper"}, "belongs to --basis dct"),

@@ -90,10 +90,9 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
     quick = preset == "quick"
     values = teacher_values(options, schema, records_each=60 if quick else 15)
     classes = len(schema.classes)
-    start = {"steps": 100 if quick else 400, "batch": max(2, classes * max(1, 100 // classes))}
-    values = start | values
-    values |= {"votes": "relative", "labels": "counts", "jitter": 0.3, "memory": 4, "width": 32}
-    values |= {"critic_steps": 10, "critic_rate": 1e-3, "generator_steps": 4, "generator_rate": 1e-3}
+    values = {"steps": 100 if quick else 600, "batch": max(2, classes * max(1, 100 // classes))} | values
+    values |= {"votes": "relative", "labels": "counts", "jitter": 0.3, "memory": 10, "width": 32}
+    values |= {"critic_steps": 15, "critic_rate": 3e-3, "generator_steps": 2, "generator_rate": 3e-4}
     values |= {"generator_batch": 20 if quick else 64}
     noise, scale = _noise(options, budget, steps=values["steps"], batch=values["batch"])
     return PateGanSettings(**common(options, preset), noise=noise, scale=scale, **values)
