@@ -103,9 +103,26 @@ def test_the_paper_preset_says_what_is_asked() -> None:
     settings, parts = planned(method="gpate", epsilon=10.0)
     assert isinstance(settings, GPateSettings)
     assert settings.queries == settings.batch * settings.projections
-    assert settings.sigma_check == 6 * settings.sigma
+    assert settings.sigma_check == pytest.approx(6 * settings.sigma)
     assert parts[0]["sensitivity"] == pytest.approx(math.sqrt(settings.queries))
     assert parts[1]["sensitivity"] == pytest.approx(math.sqrt(2 * settings.queries))
+
+
+@pytest.mark.parametrize("accountant", ["exact", "rdp", "rdp-improved"])
+def test_all_planned_steps_fit_even_if_every_check_passes(accountant: Any) -> None:
+    from datalens.privacy.ledger import Ledger
+
+    options = TrainOptions(
+        out=Path("nowhere"), data="mnist", method="gpate", epsilon=3.0, steps=50, accountant=accountant
+    )
+    schema = formats.schema("mnist", nominal_size=None)
+    budget, settings = make_plan(options, schema)
+    assert isinstance(settings, GPateSettings)
+    ledger = Ledger.in_memory(budget)
+    for _ in range(settings.steps):
+        for part in settings.schedule(schema, budget):
+            ledger.charge(part.event)
+    assert 2.999 < ledger.spent() <= 3.0
 
 
 @pytest.mark.parametrize(

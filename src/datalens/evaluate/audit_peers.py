@@ -24,6 +24,7 @@ from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.evaluate.audit import make_mechanism
+from datalens.evaluate.audit_votes import LISTED
 from datalens.fourier import Fourier
 from datalens.peers import dpmerf
 from datalens.plan import make_plan
@@ -43,7 +44,7 @@ ACCOUNTANT: Literal["rdp-improved"] = "rdp-improved"  # it prices all of them
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of the log-likelihood ratio
 STATISTIC = "log-likelihood ratio of the releases"
 PART = 500  # trials at a time
-METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan")  # that are audited here; the last two have one gate
+METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan", "pategan", "gpate")  # that are audited; dpgan, dpsgd-gan: one gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +245,8 @@ def subjects(question: Question) -> Iterator[Subject]:
     yield Subject(name="gradients of a Poisson sample", method=sgd, broken=False, trials=_noisy_critic(question))
     long = _noisy_critic(question, unclipped=4.0)
     yield Subject(name="a batch mean that nobody clips", method=sgd, broken=True, trials=long)
+    for name, method, broken, trials, gaussian in LISTED:
+        yield Subject(name=name, method=method, broken=broken, trials=trials(question), gaussian=gaussian)
 
 
 def lower_bound(without: np.ndarray, with_it: np.ndarray, *, delta: float, level: float) -> float:

@@ -92,6 +92,7 @@ class GPateSettings(EnsembleSettings):
         return "sigma by the teachers"
 
 
+DIGITS = 1 + 1e-9  # for the last digits of two charges that together cost what was calibrated
 CHECK = 6.0  # the check's noise by that of the answers, as in the published setting for ε = 10
 
 
@@ -109,5 +110,5 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         delta=budget.delta,
         accountant=budget.pricing(),
     )
-    noise: dict[str, Any] = {"noise": "gaussian", "sigma": sigma, "sigma_check": CHECK * sigma}
+    noise: dict[str, Any] = {"noise": "gaussian", "sigma": DIGITS * sigma, "sigma_check": CHECK * DIGITS * sigma}
     return GPateSettings(**common(options, preset), **noise, **values)
