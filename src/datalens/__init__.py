@@ -18,6 +18,7 @@ _HOMES = {
     "SyntheticDataset": "datalens.released.synthetic",
     "TrainOptions": "datalens.config",
     "check_release": "datalens.released.certificate",
+    "make_private": "datalens.methods.dpsgd",
     "sample": "datalens.released.release",
     "train": "datalens.training",
 }

@@ -13,9 +13,13 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
 
-MethodName = Literal["datalens", "datalens-paper", "dcgan"]
-CompressName = Literal["topk-sign", "sign", "topk"]
+MethodName = Literal[
+    "datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan", "pategan", "gpate"
+]
+CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
+NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 WarmStart = Literal["moments", "off"]
 
 _FROM_PRESET = "(default: from the preset)"
@@ -98,7 +102,13 @@ class TrainOptions:
     basis_size: _WholeNumber = None
     """How many low-frequency coordinates (dct only)."""
     compress: Annotated[CompressName | None, _CHOICE] = None
-    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation."""
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD."""
+    levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
+    """klevel: how many levels a coordinate is rounded to, 2 to 128."""
+    sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
+    """sketch: rows of a teacher's table, each with hashes of its own."""
+    sketch_columns: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: half the basis)")] = None
+    """sketch: columns of the table; fewer columns, more collisions."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
     coordinates: _WholeNumber = None
@@ -121,6 +131,14 @@ class TrainOptions:
     """Private moments: share of the class sums of texture."""
     texture_covariances_share: _Number = None
     """Private moments: share of its class covariances."""
+    aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
+    """pategan: Gaussian noise on the counts of votes, or Laplace noise, as published."""
+    projections: _WholeNumber = None
+    """gpate: random directions in which teachers vote, per synthetic image."""
+    bins: _WholeNumber = None
+    """gpate: answers a teacher may choose from, in each direction."""
+    threshold: _Number = None
+    """gpate: the part of the teachers that must seem to agree, or there is no answer."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
@@ -129,13 +147,14 @@ class TrainOptions:
 # Options that mean something to some methods only.
 OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
-    *("basis", "basis_size", "compress", "decode"),
+    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
 )
 MOMENT_OVERRIDES = (
     *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
     *("sums_share", "covariances_share", "texture_sums_share", "texture_covariances_share"),
 )
-SPECIFIC = (*OVERRIDES, *MOMENT_OVERRIDES, "balanced", "warm_start", "noise", "chunk")
+OF_PEERS = ("aggregate", "projections", "bins", "threshold")
+SPECIFIC = (*OVERRIDES, *MOMENT_OVERRIDES, *OF_PEERS, "balanced", "warm_start", "noise", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +190,40 @@ class Settings:
     latent: int
     latent_law: Literal["normal", "uniform"]
     noise: NoiseName = "gaussian"  # runs of before there was a choice
+    levels: int = 0  # of klevel; 0 elsewhere
+    sketch_rows: int = 0  # of sketch
+    sketch_columns: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Without what belongs to another compressor: so older certificates have it too."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in OF_A_COMPRESSOR or value != 0}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
-        return checked(cls, fields)
+        settings = checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
+        for name, compress in OF_A_COMPRESSOR.items():
+            if (getattr(settings, name) > 0) != (settings.compress == compress):
+                raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
+        return settings
+
+    @property
+    def cells(self) -> int:
+        """Numbers that are released about one image."""
+        if self.compress == "klevel":
+            return 1 << (self.basis_size - 1).bit_length()  # padded for the rotation
+        return self.sketch_rows * self.sketch_columns if self.compress == "sketch" else self.basis_size
+
+    @property
+    def l2_bound(self) -> float:
+        """How long a teacher's row over a batch can be (see `bounded`); two are at most twice that apart."""
+        if self.compress == "klevel":
+            return (self.levels - 1) * math.sqrt(self.cells * self.batch)
+        rows = self.sketch_rows if self.compress == "sketch" else 1
+        return math.sqrt(rows * self.k * self.batch)
+
+
+OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
 
 
 # The releases of a run from moments, in this order; its `shares` say what part of the budget each gets.

@@ -1,8 +1,12 @@
 """A conditional discriminator: image and label → one number. Both sides of the gate have use for it."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from datalens.basis import Basis
 
 
 class Critic(nn.Module):
@@ -25,14 +29,74 @@ class Critic(nn.Module):
             height, width_of_image = -(-height // 2), -(-width_of_image // 2)
         self.dense = nn.Linear(widths[-1] * height * width_of_image + classes, 1)
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """[n, c, h, w] in [0, 1] and [n] → [n]"""
-        one_hot = F.one_hot(labels, self.classes).to(images.dtype)
+    def forward(self, images: Tensor, labels: Tensor, taps: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """[n, c, h, w] in [0, 1] and [n] → [n]. `taps`: takes what goes into each layer, and what comes out of it."""
+        known = torch.arange(self.classes, device=labels.device)
+        one_hot = (labels.unsqueeze(1) == known).to(images.dtype)  # F.one_hot looks at values, which vmap refuses
         x = images * 2 - 1
         for layer in self.down:
             planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
-            x = F.leaky_relu(layer(torch.cat([x, planes], dim=1)), 0.2)
-        return self.dense(torch.cat([x.flatten(1), one_hot], dim=1)).squeeze(1)
+            x = F.leaky_relu(_tapped(layer, torch.cat([x, planes], dim=1), taps), 0.2)
+        return _tapped(self.dense, torch.cat([x.flatten(1), one_hot], dim=1), taps).squeeze(1)
+
+
+def _tapped(layer: nn.Module, inputs: Tensor, taps: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+    outputs = layer(inputs)
+    if taps is not None:
+        taps.append((inputs, outputs))
+    return outputs
+
+
+def example_gradients(
+    critic: Critic, images: Tensor, labels: Tensor, loss: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """One [n, …] tensor a parameter: the gradient of loss(critic(image, label)), for every example by itself.
+
+    Examples do not meet in the network, so the gradient of the summed loss by a layer's outputs is each one's own; a
+    layer's weights have it times their inputs (Goodfellow 2015; for convolutions Rochette et al. 2019).
+    """
+    taps: list[tuple[Tensor, Tensor]] = []
+    with torch.enable_grad():
+        total = loss(critic(images, labels, taps)).sum()
+    backward = torch.autograd.grad(total, [outputs for _, outputs in taps])
+    found: dict[str, Tensor] = {}
+    layers = [*((f"down.{i}", layer) for i, layer in enumerate(critic.down)), ("dense", critic.dense)]
+    for (name, layer), (inputs, _), slopes in zip(layers, taps, backward, strict=True):
+        inputs = inputs.detach()
+        if isinstance(layer, nn.Conv2d):
+            patches = _patches(inputs, layer)  # [n, inputs·kernel², places]
+            slopes = slopes.flatten(2)  # [n, outputs, places]
+            weight = torch.bmm(slopes, patches.mT).view(len(images), *layer.weight.shape)
+            found |= {f"{name}.weight": weight, f"{name}.bias": slopes.sum(dim=2)}
+        else:
+            found |= {f"{name}.weight": slopes.unsqueeze(2) * inputs.unsqueeze(1), f"{name}.bias": slopes}
+    return found
+
+
+def _patches(inputs: Tensor, layer: nn.Conv2d) -> Tensor:
+    """As `F.unfold`, which on a GPU goes image by image."""
+    (kernel, _), (stride, _) = layer.kernel_size, layer.stride
+    assert isinstance(layer.padding, tuple)
+    padded = F.pad(inputs, [layer.padding[0]] * 4)
+    views = padded.unfold(2, kernel, stride).unfold(3, kernel, stride)  # [n, c, high, wide, kernel, kernel]
+    return views.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
+
+
+class CosineCritic(nn.Module):
+    """The same over low-frequency cosines: a linear part for every label, and one hidden layer shared by all."""
+
+    def __init__(self, basis: Basis, classes: int, *, width: int) -> None:
+        super().__init__()
+        self.basis, self.classes = basis, classes
+        self.linear = nn.Linear(basis.size, classes)
+        self.hidden = nn.Linear(basis.size + classes, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = self.basis.forward(images - 0.5) * 0.25  # of a size of a few units, as teachers see them
+        one_hot = F.one_hot(labels, self.classes).to(images.dtype)
+        hidden = F.leaky_relu(self.hidden(torch.cat([features, one_hot], dim=1)), 0.2)
+        return (self.linear(features) * one_hot).sum(dim=1) + self.out(hidden).squeeze(1)
 
 
 def initialise_critic(critic: nn.Module, random: torch.Generator) -> None:

@@ -1,9 +1,20 @@
 """From what was asked for to what will be done, using public facts only: no record is touched here."""
 
+import dataclasses
 import math
 from typing import Any
 
-from datalens.config import MOMENT_OVERRIDES, OVERRIDES, AnySettings, MomentSettings, NoiseName, Settings, TrainOptions
+from datalens.config import (
+    MOMENT_OVERRIDES,
+    OF_A_COMPRESSOR,
+    OVERRIDES,
+    REAL_ROWS,
+    AnySettings,
+    MomentSettings,
+    NoiseName,
+    Settings,
+    TrainOptions,
+)
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
@@ -35,15 +46,10 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
     check_settings(values, schema)
-    if values["compress"] == "sign":
+    if values["compress"] in ("sign", "klevel"):
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
     values["noise"] = _law(options, values)
-    values["sigma"], values["steps"] = _noise_and_steps(values, asked, budget)
-    if values["sigma"] == 0:
-        values["noise"] = "gaussian"  # of width 0
-    if values.get("beta") is None:
-        values["beta"] = 0.75 * values["sigma"] / values["teachers"]
-    return budget, Settings(
+    draft = Settings(
         method=options.method,
         preset=name,
         seed=options.seed,
@@ -51,8 +57,14 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
         # A replaced record keeps its position, but not its hash: hashed, it would leave one teacher and enter another,
         # and two rows would change where one is paid for.
         shares="balanced" if options.relation == "replace-one" else "hashed",
-        **values,
+        **values | {"sigma": values.get("sigma") or 0.0, "beta": values.get("beta") or 0.0},
     )
+    sigma, steps = _noise_and_steps(draft, values, asked, budget)
+    beta = values.get("beta")
+    if beta is None:  # by the noise that is left in a decoded coordinate
+        beta = 0.75 * sigma / values["teachers"] / max(1, draft.levels - 1)
+    noise = draft.noise if sigma > 0 else "gaussian"  # of width 0
+    return budget, dataclasses.replace(draft, sigma=sigma, steps=steps, beta=beta, noise=noise)
 
 
 def _budget(options: TrainOptions) -> Budget:
@@ -99,6 +111,10 @@ def starts_from_moments(options: TrainOptions) -> bool:
         )
     return options.warm_start == "moments"
 
+
+# The papers print neither the levels of D²P-Fed nor the table of FetchSGD that they used: these are ours.
+LEVELS, MOST_LEVELS = 16, 128
+SKETCH_ROWS, MOST_SKETCH = 5, 2**16
 
 # The one rule for every data set: what is public decides (docs/utility.md says how it was found).
 MOST_COORDINATES, LEAST_COORDINATES = 196, 16
@@ -168,9 +184,9 @@ def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[st
     mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
     if isinstance(settings, Settings):
         votes = f"{settings.steps} sums of teachers' votes"
-        sensitivity = 2 * math.sqrt(settings.k * settings.batch)
-        relative = settings.sigma / settings.teachers
-        return [_cost(votes, 1.0, settings.sigma, sensitivity, settings.batch * settings.basis_size, relative)]
+        sensitivity = 2 * settings.l2_bound
+        relative = settings.sigma / settings.teachers / max(1, settings.levels - 1)
+        return [_cost(votes, 1.0, settings.sigma, sensitivity, settings.batch * settings.cells, relative)]
     records = schema.nominal_size / len(schema.classes)
     parts = []
     for name, part in settings.releases.items():
@@ -243,36 +259,51 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         raise DatalensError(
             "--network spectral sees cosine coefficients: use --basis dct, or --network compact or paper with pixels"
         )
-    if asked.get("compress", values["compress"]) == "sign" and "k" in asked:
-        raise DatalensError("--compress sign votes on every coordinate: leave --k out")
+    compress = asked.get("compress", values["compress"])
+    if compress in ("sign", "klevel") and "k" in asked:
+        raise DatalensError(f"--compress {compress} votes on every coordinate: leave --k out")
+    for name, owner in OF_A_COMPRESSOR.items():
+        if name in asked and compress != owner:
+            raise DatalensError(f"--{name.replace('_', '-')} belongs to --compress {owner}: leave it out")
+    if compress in ("klevel", "sketch"):
+        values.pop("sigma", None)  # a printed σ belongs to rows of norm √(k·m)
+    if compress == "klevel":
+        values["levels"] = LEVELS
+    if compress == "sketch":  # Algorithm 7 has no threshold
+        columns = max(1, asked.get("basis_size", values["basis_size"]) // 2)
+        values |= {"sketch_rows": SKETCH_ROWS, "sketch_columns": columns, "decode": "linear"}
     if "basis_size" in asked and "k" not in asked:
         values["k"] = min(values["k"], asked["basis_size"])
-    if asked.keys() & {"sigma", "steps", "teachers"} and "beta" not in asked:
+    if asked.keys() & {"sigma", "steps", "teachers", "compress", "levels"} and "beta" not in asked:
         values["beta"] = None  # the printed β belongs to the printed σ and N
 
 
 def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
     """Exact whole-number noise wherever it can be had."""
     if options.noise == "discrete-gaussian":
-        if values["compress"] == "topk":
-            raise DatalensError("--compress topk sums real numbers, which discrete noise does not fit: leave one out")
+        if values["compress"] in REAL_ROWS:
+            raise DatalensError(
+                f"--compress {values['compress']} sums real numbers, which discrete noise does not fit: leave one out"
+            )
         if options.noise_seed is not None:
             raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
         if not opendp_installed():
             raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
     if options.noise is not None:
         return options.noise
-    exact = values["compress"] != "topk" and options.noise_seed is None and opendp_installed()
+    exact = values["compress"] not in REAL_ROWS and options.noise_seed is None and opendp_installed()
     return "discrete-gaussian" if exact else "gaussian"
 
 
-def _noise_and_steps(values: dict[str, Any], asked: dict[str, Any], budget: Budget) -> tuple[float, int]:
+def _noise_and_steps(
+    draft: Settings, values: dict[str, Any], asked: dict[str, Any], budget: Budget
+) -> tuple[float, int]:
     """σ for the given steps, or steps for the given σ. What was asked for wins over the preset."""
-    sensitivity = 2 * math.sqrt(values["k"] * values["batch"])  # DataLens, Lemma 1, over a batch
+    sensitivity = 2 * draft.l2_bound  # DataLens, Lemma 1, over a batch
     sigma = asked.get("sigma", None if "steps" in asked else values.get("sigma"))
     steps = asked.get("steps", values["steps"] if sigma is None else None)
     goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
-    goal |= {"law": values["noise"], "coordinates": values["batch"] * values["basis_size"]}
+    goal |= {"law": draft.noise, "coordinates": draft.batch * draft.cells}
     if math.isinf(budget.epsilon):
         return asked.get("sigma", 0.0), asked.get("steps", values["steps"])
     if sigma == 0:
@@ -311,6 +342,11 @@ def check_settings(values: dict[str, Any], schema: Schema) -> None:
         raise DatalensError(f"--basis-size {values['basis_size']} is more than an image's {schema.dimensions} values")
     if values["k"] > values["basis_size"]:
         raise DatalensError(f"--k {values['k']} is more than the {values['basis_size']} coordinates teachers vote in")
+    if values["compress"] == "klevel" and not 2 <= values["levels"] <= MOST_LEVELS:
+        raise DatalensError(f"--levels must be from 2 to {MOST_LEVELS}, not {values['levels']}")
+    for name in ("sketch_rows", "sketch_columns") if values["compress"] == "sketch" else ():
+        if not 1 <= values[name] <= MOST_SKETCH:
+            raise DatalensError(f"--{name.replace('_', '-')} must be from 1 to {MOST_SKETCH}, not {values[name]}")
     if values["teachers"] > schema.nominal_size:
         raise DatalensError(
             f"--teachers {values['teachers']} is more than the {schema.nominal_size} records {schema.name} has: "

@@ -12,7 +12,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datalens.config import AnySettings, MomentSettings, Settings, TrainOptions, options_as_dict, parse_settings
+from datalens.config import (
+    REAL_ROWS,
+    AnySettings,
+    MomentSettings,
+    Settings,
+    TrainOptions,
+    options_as_dict,
+    parse_settings,
+)
 from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
@@ -195,7 +203,7 @@ def _lead(run: Run, settings: Settings, crowd: "Crowd", device: "torch.device", 
     noisy = "no noise" if settings.sigma == 0 else f"σ = {settings.sigma:.5g} ({_law(settings)})"
     say(
         f"{settings.method} [{settings.preset}] on {run.schema.name}: {settings.teachers} teachers, "
-        f"{settings.steps} steps of {settings.batch} images, k = {settings.k} of {settings.basis_size}, {noisy}; "
+        f"{settings.steps} steps of {settings.batch} images, {_rows(settings)}, {noisy}; "
         f"budget {budget.describe(budget.epsilon)}.{stamp}"
     )
     steps = _train_and_release(run, settings, crowd, device)
@@ -365,13 +373,21 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
     )
 
 
+def _rows(s: Settings) -> str:
+    """What a teacher says about an image, for a person."""
+    if s.compress == "klevel":
+        return f"{s.basis_size} coordinates in {s.levels} levels"
+    sketched = f" in a sketch of {s.sketch_rows}×{s.sketch_columns}" if s.compress == "sketch" else ""
+    return f"k = {s.k} of {s.basis_size}{sketched}"
+
+
 def _law(settings: AnySettings) -> str:
     """Which noise, for a person; and why not the exact one, where that could be had."""
     from datalens.privacy.noise import opendp_installed
 
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian noise"
-    real = isinstance(settings, Settings) and settings.compress == "topk"
+    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
     kind = "floating-point Gaussian noise" if real else "rounded Gaussian noise"
     missing = not real and not settings.noise_seeded and not opendp_installed()
     return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
@@ -386,7 +402,7 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
 
     seed = run.config["options"]["noise_seed"]
     seed = None if seed is None else seed + len(run.ledger.events)
-    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.basis_size, seed=seed) as noise:
+    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=seed) as noise:
         student = datalens.train(run, crowd, s, mechanism=make_mechanism(s.sigma, noise), device=device)
     crowd.dismiss()
     if run.completed == 0:

@@ -5,6 +5,7 @@ Chunks of rows are summed as they come, so [teachers, queries, d] is never held,
 """
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,14 @@ class Gradients:
     teachers: Tensor  # [chunk] numbers of the teachers
     values: Tensor = field(repr=False)  # [chunk, queries, d]
     step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """A chunk of how real teachers find the fakes: one row of `values` per teacher; NaN where one says nothing."""
+
+    teachers: Tensor  # [chunk] numbers of the teachers
+    values: Tensor = field(repr=False)  # [chunk, queries]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,45 @@ class BoundedSum:
     def cells(self) -> int:
         """Numbers that will be released, whatever they are."""
         return self.private_total.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoteCounts(BoundedSum):
+    """How many teachers chose each answer, [queries, answers]. Made by `count_ballots` alone.
+
+    Between two possible ballots of a teacher at most two counts a query differ, by one each (the answer it leaves, and
+    the one it goes to): they are at most √(2·queries) apart.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballots:
+    """A chunk of ballots: a teacher chooses one of the answers 0, 1, … to every query, or none (−1)."""
+
+    teachers: Tensor  # [chunk] numbers of the teachers
+    choices: Tensor = field(repr=False)  # [chunk, queries] whole numbers
+
+
+def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
+    """One ballot a teacher, whatever came in: what is none of the answers counts for none."""
+    total: Tensor | None = None
+    units: list[Tensor] = []
+    for chunk in chunks:
+        if chunk.teachers.shape != chunk.choices.shape[:1]:
+            raise ValueError(f"{len(chunk.choices)} ballots have {chunk.teachers.numel()} teachers: each has one")
+        units.append(chunk.teachers)
+        part = torch.stack([(chunk.choices == answer).sum(dim=0) for answer in range(answers)], dim=1)
+        total = part if total is None else total + part
+    if total is None:
+        raise ValueError("nothing to count: there were no ballots")
+    return VoteCounts(
+        private_total=total.to(torch.int32),
+        l2_bound=math.sqrt(len(total)),
+        diameter=math.sqrt(2 * len(total)),
+        row_unit="teacher",
+        queries=len(total),
+        units=_each_once(units),
+    )
 
 
 class Ranks(Protocol):

@@ -89,6 +89,40 @@ def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constex
     tl.atomic_add(out + at, total, mask=at < D)
 
 
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _largest_dropped(rows, limits, squares, k, D: tl.constexpr, BD: tl.constexpr):
+    """A row stays in its processor's cache while the bits of the limit are halved down."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BD,), dtype=tl.float32)
+    for start in range(0, D, BD):
+        at = start + tl.arange(0, BD)
+        x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
+        total += x * x
+    whole = tl.sum(total)
+    low = tl.full((), -1, tl.int32)  # drops nothing
+    high = tl.full((), 0x7F7FFFFF, tl.int32)  # the largest number: drops all
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        total = tl.zeros((BD,), dtype=tl.float32)
+        for start in range(0, D, BD):
+            at = start + tl.arange(0, BD)
+            x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
+            total += tl.where(tl.abs(x).to(tl.int32, bitcast=True) > middle, x * x, 0.0)
+        fits = tl.sum(total) <= k * whole
+        low = tl.where(fits, low, middle)
+        high = tl.where(fits, middle, high)
+    tl.store(limits + row, high.to(tl.float32, bitcast=True))
+    tl.store(squares + row, whole)
+
+
+def largest_dropped(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
+    """`norm_topk.largest_dropped` of float32 [n, d]."""
+    n, d = rows.shape
+    limits, squares = (torch.empty(n, dtype=torch.float32, device=rows.device) for _ in range(2))
+    _largest_dropped[(n,)](rows.contiguous(), limits, squares, k, d, min(4096, triton.next_power_of_2(d)), num_warps=8)
+    return limits.unsqueeze(1), squares.to(torch.float64)
+
+
 def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: float) -> Tensor:
     """Votes int8 [n, m, d] of gradients float32 [n, m, d]; `keys`, `again`: `streams.row_keys` of the teachers."""
     n, images, d = values.shape

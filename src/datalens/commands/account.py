@@ -13,7 +13,8 @@ class Account:
     """The cost of TopAgg queries. With --epsilon, leave one of --k, --sigma, --queries out and it is solved for."""
 
     k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Coordinates each teacher votes on."""
+    """Coordinates each teacher votes on. (The square of a row's length: for --compress sketch give rows·k, for klevel
+    (levels − 1)²·d′, with d′ the coordinates padded to a power of two.)"""
     sigma: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Standard deviation of the noise on every vote sum."""
     queries: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None

@@ -108,6 +108,24 @@ class AuditMoments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditMethods:
+    """Attack the mechanisms of the other methods, one record or one share apart. No data is read."""
+
+    epsilon: _Epsilon = 1.0
+    delta: _Delta = 1e-5
+    trials: int = 10_000
+    """Releases in each of the two worlds, of each mechanism."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.evaluate import audit, audit_peers
+
+        question = audit_peers.Question(epsilon=self.epsilon, delta=self.delta, trials=self.trials)
+        result = audit_peers.report(question)
+        return audited(result, audit.report_lines(result), json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditAttacks:
     """Attack a synthetic set: membership and copies. For the owner: the result is not covered by ε."""
 
@@ -145,6 +163,7 @@ Audit = (
     Annotated[AuditMechanism, subcommand("mechanism")]
     | Annotated[AuditEndToEnd, subcommand("end-to-end")]
     | Annotated[AuditMoments, subcommand("moments")]
+    | Annotated[AuditMethods, subcommand("methods")]
     | Annotated[AuditAttacks, subcommand("attacks")]
 )
 

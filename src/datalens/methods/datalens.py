@@ -8,12 +8,18 @@ Differs from the paper:
 - one event is charged per batch of m images, with sensitivity 2√(km): the same cost as m events of 2√k.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from datalens.basis import Basis, make_basis
+from datalens.bounded.contributions import Contributions, Gradients
+from datalens.bounded.count_sketch import CountSketch
+from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
+from datalens.codes import Rotation, Sketch
 from datalens.config import Settings
 from datalens.crowd import Crowd
 from datalens.datasets.records import Records
@@ -21,8 +27,8 @@ from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import BudgetExceeded
 from datalens.privacy.mechanisms import Mechanism
-from datalens.private.networks import Network, Spectral, compact_network, paper_network
-from datalens.private.partition import Balanced, Hashed, Rule
+from datalens.private.networks import Network, network_named
+from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.released.decode import Decode
@@ -57,9 +63,7 @@ def train(
     )
     if start is not None:
         student.generator.load_state_dict(start)
-    decode = Decode(
-        rule=s.decode, beta=s.beta, teachers=s.teachers, basis=make_basis(s.basis, schema.shape, s.basis_size)
-    )
+    decode = make_decode(s, schema)
 
     for step in run.steps(s.steps, student=student, teachers=crowd):
         fakes = student.generate(step)
@@ -88,9 +92,7 @@ def gather(records: Records, settings: Settings, *, world: World) -> Shares:
 
 def share_rule(settings: Settings) -> Rule:
     """Which teacher a record goes to."""
-    if settings.shares == "balanced":
-        return Balanced(teachers=settings.teachers)
-    return Hashed(teachers=settings.teachers, salt=f"datalens shares, seed {settings.seed}".encode())
+    return rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
 
 
 def make_crowd(
@@ -114,12 +116,27 @@ def make_teachers(shares: Shares, settings: Settings, schema: Schema, *, chunk: 
     )
 
 
-def make_compress(settings: Settings) -> TopKSign:
-    return TopKSign(k=settings.k, clip=settings.clip, quantise=settings.compress != "topk", seed=settings.seed)
+def make_compress(settings: Settings) -> Callable[[Gradients], Contributions]:
+    """From a teacher's gradient to its row."""
+    s = settings
+    if s.compress == "klevel":
+        return KLevel(levels=s.levels, clip=s.clip, seed=s.seed, size=s.basis_size)
+    votes = TopKSign(k=s.k, clip=s.clip, quantise=s.compress != "topk", seed=s.seed)
+    if s.compress == "sketch":
+        return CountSketch(votes=votes, rows=s.sketch_rows, columns=s.sketch_columns, size=s.basis_size)
+    return votes
+
+
+def make_decode(settings: Settings, schema: Schema) -> Decode:
+    """And from the released sum of rows back to a direction of the image."""
+    s, unpack = settings, None
+    if s.compress == "klevel":
+        unpack = partial(Rotation(s.basis_size, s.seed).inverse, scale=1 / (s.levels - 1))
+    if s.compress == "sketch":
+        unpack = partial(Sketch(s.basis_size, s.sketch_rows, s.sketch_columns, s.seed).heaviest, k=s.k)
+    basis = make_basis(s.basis, schema.shape, s.basis_size)
+    return Decode(rule=s.decode, beta=s.beta, teachers=s.teachers, basis=basis, unpack=unpack)
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:
-    if settings.network == "spectral":
-        return Spectral(basis=basis, classes=classes, hidden=settings.hidden)
-    make = paper_network if settings.network == "paper" else compact_network
-    return make(basis, classes, hidden=settings.hidden)
+    return network_named(settings.network, basis, classes, hidden=settings.hidden)

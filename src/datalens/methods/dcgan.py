@@ -1,6 +1,7 @@
 """DC-GAN (Radford et al. 2016) with labels: a discriminator on the records, a generator against it. NOT PRIVATE.
 
-Differs from the paper: labels, in both networks; no batch norm in the discriminator; no noise on its labels.
+Differs from the paper: labels, in both networks; no batch norm in the discriminator; the generator that is
+released has the average of the last weights.
 """
 
 import torch
@@ -26,10 +27,10 @@ def gather(records: Records, settings: DcganSettings, *, device: torch.device) -
 def train(run: Run, pool: Pool, settings: DcganSettings, *, device: torch.device) -> Generator:
     s, schema = settings, run.schema
     classes = len(schema.classes)
-    generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed).to(device)
+    generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
     critic = Critic(schema.shape, classes, width=s.width)
     initialise_critic(critic, streams.generator(s.seed, "critic"))
-    student = Learner(generator, rate=s.rate)
+    student = Learner(generator, rate=s.rate, average=s.average)
     teacher = Learner(critic.to(device), rate=s.rate)
     if not run.ledger.events:
         release_unprotected(run.ledger, origin=s.origin)
@@ -44,4 +45,4 @@ def train(run: Run, pool: Pool, settings: DcganSettings, *, device: torch.device
         student.step(F.softplus(-critic(fake, labels)).mean())
         if step % LOG_EVERY == 0:
             run.log(step, critic_loss=float(loss.detach()))
-    return generator
+    return student.averaged()

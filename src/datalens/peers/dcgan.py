@@ -19,6 +19,8 @@ class DcganSettings(PeerSettings):
     rate: float  # of Adam, for both networks
     latent: int
     width: int  # channels of the discriminator's first layer
+    slim: int  # the generator has so many times fewer channels than DC-GAN's
+    average: float  # of the generator's weights, over steps
 
     @property
     def one_charge(self) -> bool:
@@ -57,10 +59,14 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
     batch = 64
     values: dict[str, Any] = {
         "noise": "gaussian",
-        "steps": 1000 if preset == "quick" else max(1, EPOCHS * schema.nominal_size // batch),
+        "steps": max(1, EPOCHS * schema.nominal_size // batch),
         "batch": batch,
         "rate": 2e-4,
         "latent": 100,
-        "width": 32 if preset == "quick" else 64,
+        "width": 64,
+        "slim": 1,
+        "average": 0.999,
     }
+    if preset == "quick":
+        values |= {"steps": 1500, "rate": 1e-3, "width": 16, "slim": 4, "average": 0.99}
     return DcganSettings(**common(options, preset), **(values | asked(options, "steps", "batch")))

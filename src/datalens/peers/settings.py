@@ -10,6 +10,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.events import Charge, NoiseOrigin
 from datalens.privacy.ledger import Budget
+from datalens.privacy.noise import opendp_installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class PeerSettings:
         """All that will be charged."""
         raise NotImplementedError
 
+    def possible(self, event: Charge, schema: Schema, budget: Budget) -> bool:
+        """Whether a ledger may have been charged for this."""
+        return dataclasses.replace(event, step=0) in [part.event for part in self.schedule(schema, budget)]
+
     def mechanism(self, budget: Budget) -> dict[str, str]:
         """For the certificate: `name` and `sensitivity`."""
         raise NotImplementedError
@@ -100,3 +105,15 @@ def asked(options: TrainOptions, *names: str) -> dict[str, Any]:
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
             raise DatalensError(f"--{name.replace('_', '-')} must be a finite number, at least {least}, not {value:g}")
     return given
+
+
+def whole_number_law(options: TrainOptions, budget: Budget) -> NoiseName:
+    """Of noise on sums of whole numbers: exact wherever it can be had."""
+    if options.noise == "discrete-gaussian" and options.noise_seed is not None:
+        raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
+    if options.noise == "discrete-gaussian" and not opendp_installed():
+        raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
+    if math.isinf(budget.epsilon):
+        return "gaussian"  # of width 0
+    exact = options.noise_seed is None and opendp_installed()
+    return options.noise or ("discrete-gaussian" if exact else "gaussian")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers import dcgan
+from datalens.peers import dcgan, dpmerf, ensembles, gpate, gswgan, noisy_critic, pategan
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -32,6 +32,41 @@ class Method:
 METHODS: dict[str, Method] = {
     "dcgan": Method(
         settings=dcgan.DcganSettings, plan=dcgan.plan, module="dcgan", options=frozenset({"steps", "batch"})
+    ),
+    "dpmerf": Method(
+        settings=dpmerf.DpmerfSettings,
+        plan=dpmerf.plan,
+        module="dpmerf",
+        options=frozenset({"steps", "batch", "noise"}),
+    ),
+    "gswgan": Method(
+        settings=gswgan.GswganSettings,
+        plan=gswgan.plan,
+        module="gswgan",
+        options=frozenset({"teachers", "steps", "batch", "clip"}),
+        accountant="rdp-improved",
+    ),
+    **{
+        name: Method(
+            settings=noisy_critic.NoisyCriticSettings,
+            plan=noisy_critic.plan,
+            module=name.replace("-", "_"),
+            options=frozenset({"steps", "batch", "clip", "teacher_steps"}),
+            accountant="rdp-improved",
+        )
+        for name in ("dpgan", "dpsgd-gan")
+    },
+    "pategan": Method(
+        settings=pategan.PateGanSettings,
+        plan=pategan.plan,
+        module="pategan",
+        options=frozenset({*ensembles.OPTIONS, "aggregate", "noise"}),
+    ),
+    "gpate": Method(
+        settings=gpate.GPateSettings,
+        plan=gpate.plan,
+        module="gpate",
+        options=frozenset({*ensembles.OPTIONS, "projections", "bins", "threshold"}),
     ),
 }
 

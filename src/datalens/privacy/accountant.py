@@ -1,19 +1,25 @@
-"""What a list of events costs, by three accountants: the exact Gaussian curve, Rényi (RDP) and privacy loss (PLD).
+"""What a list of events costs: by the exact Gaussian curve, Rényi (RDP), privacy loss (PLD, PRV) and moments.
 
 TopAgg is an adaptive composition of plain Gaussian mechanisms, with no subsampling, so the whole of
 it is exactly mu-GDP with mu² = Σ (sensitivity/sigma)², and every price is a function of mu². Discrete Gaussian
-noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: only RDP and PLD can price it.
+noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: the exact curve does not price it.
 
-| event | exact | rdp, rdp-improved | pld |
-|---|---|---|---|
-| gaussian | mu² = (Δ/σ)² | λ·mu²/2 | Gaussian of mu |
-| discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), plus a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact |
-| discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused |
-| subsampled-gaussian | refused | Mironov et al. 2019, whole orders | subsampled Gaussian |
+| event | exact | rdp, rdp-improved, moments | pld | prv |
+|---|---|---|---|---|
+| gaussian | mu² = (Δ/σ)² | λ·mu²/2 | Gaussian of mu | as exact |
+| discrete-gaussian, σ >= 10 | mu² = Δ²/(σ² − 4), a slack of 2e-34 a coordinate | λ·Δ²/(2σ²) | as exact | as exact |
+| discrete-gaussian, σ < 10 | zCDP, and nothing else in the ledger | λ·Δ²/(2σ²) | refused | as exact |
+| subsampled-gaussian | refused | Mironov et al. 2019, whole orders | both directions | one direction, upper end |
+| one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot | refused |
+| discrete-laplace | randomised responses of one scale, alone | the same, with others | as exact | refused |
+
+A subsampled event of rate 1 is a Gaussian event. `moments` is Abadi et al. 2016: RDP at the orders 2 … 33 only.
+`prv` is Opacus's, in whose tables a record is taken away; `pld`, which looks at both directions, is the check on it.
 """
 
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,11 +36,14 @@ from datalens.privacy.events import (
     DiscreteGaussianEvent,
     Event,
     GaussianEvent,
+    LaplaceEvent,
     NoiseLaw,
+    OneOfManyEvent,
     SubsampledGaussianEvent,
 )
+from datalens.privacy.responses import pld_responses, response_epsilon, response_rdp
 
-AccountantName = Literal["exact", "rdp", "rdp-improved", "pld"]
+AccountantName = Literal["exact", "rdp", "rdp-improved", "pld", "prv", "moments"]
 ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
 
 # Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
@@ -42,11 +51,18 @@ MOST_NOISE = 2.0**40
 
 # The orders of the paper's code. A sparser set only makes ε larger, never too small.
 PAPER_ORDERS: tuple[float, ...] = (1.1, *(float(order) for order in range(2, 200)))
+# Where units are sampled, ε may be far below 1/200, and needs orders to match: up to 2262.
+SAMPLED_ORDERS: tuple[float, ...] = (*PAPER_ORDERS, *(float(int(200 * 2 ** (i / 4))) for i in range(15)))
+MOMENT_ORDERS: tuple[float, ...] = tuple(float(order) for order in range(2, 34))  # λ + 1 for λ = 1 … 32
+SAMPLED_ONLY: tuple[AccountantName, ...] = ("prv", "moments")  # what is not sampled has better accountants
 # Of mu, and of different events, for which the pld accountant does its work.
 PLD_LARGEST, PLD_MOST, PLD_EQUAL = 30.0, 200, 10_000
 PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own numbers overflow
 # For zCDP any order will do, so there are many: λ − 1 from 1e-4 to 1e8.
 _ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
+
+
+_Rdp = Callable[[float, float, float], float]  # (mu, rate, order)
 
 
 class UnpriceableEvent(DatalensError):
@@ -81,6 +97,13 @@ def rdp_epsilon(mu_squared: float, delta: float) -> float:
     return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in PAPER_ORDERS)
 
 
+def moments_epsilon(mu_squared: float, delta: float) -> float:
+    """The same at the orders of Abadi et al. 2016, Section 3.2: the log moments for λ <= 32, and their tail bound."""
+    if mu_squared == 0:
+        return 0.0
+    return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in MOMENT_ORDERS)
+
+
 def improved_epsilon(mu_squared: float, delta: float) -> float:
     """The same orders with the conversion of Balle et al. 2020 (Canonne, Kamath, Steinke 2020, Proposition 12)."""
     if mu_squared == 0:
@@ -107,6 +130,7 @@ def _convert_as_printed(curve: Sequence[float], orders: Sequence[float], delta: 
     return min(cost + math.log(1 / delta) / (order - 1) for cost, order in zip(curve, orders, strict=True))
 
 
+@functools.lru_cache(maxsize=2**14)
 def subsampled_rdp(mu: float, rate: float, order: float) -> float:
     """RDP of a Poisson-subsampled Gaussian at a whole order (Mironov, Talwar, Zhang 2019, Section 3.3).
 
@@ -124,19 +148,76 @@ def subsampled_rdp(mu: float, rate: float, order: float) -> float:
     return max(0.0, float(logsumexp(logs))) / (order - 1)
 
 
+def one_of_many_delta(mu: float, rate: float, epsilon: np.ndarray) -> np.ndarray:
+    """δ(ε), at ε >= 0, that no release of one unit of 1/rate, evenly chosen, exceeds when one unit's row is replaced.
+
+    (1−q)M + qA against (1−q)M + qB, all three (mixtures of) Gaussians with centres at most mu apart. By advanced joint
+    convexity (Balle, Barthe, Gaboardi 2018, Theorem 2) its divergence at e^ε is at most q times that of N(mu, 1)
+    and N(0, 1) at 1 + (e^ε − 1)/q, and it is that much where M = B. At ε < 0 the same bound, the other way round:
+    δ(ε) = 1 − e^ε + e^ε·δ(−ε). The larger of two curves of pairs, so a curve of a pair itself, which composes (Zhu,
+    Dong, Wang 2022, Theorem 10); docs/privacy.md has the steps.
+    """
+    return rate * _gaussian_deltas(mu, np.log1p(np.expm1(epsilon) / rate))
+
+
+def one_of_many_rdp(mu: float, rate: float, order: float) -> float:
+    """RDP of the pair that `one_of_many_delta` is the curve of, at whole orders.
+
+    With R and A the curves of Poisson sampling at ε >= 0 when a unit vanishes and when one appears, the pair has R at
+    ε >= 0 and A, seen from the other side, below: E[(p/q)^λ] = E_R[(p/q)^λ] + λ(λ−1)·∫ e^(−λε)·(R(ε) − A(ε)) dε over
+    ε >= 0. Both curves fall, so the sum below, R at the left and A at the right of each cell, is above the integral.
+    """
+    poisson = subsampled_rdp(mu, rate, order)
+    if rate == 1 or poisson == 0 or math.isinf(poisson):
+        return poisson
+    ends, gaps = _gaps(mu, rate)
+    weight = np.exp(-order * ends)
+    rest = (order - 1) * float(gaps @ (weight - np.append(weight[1:], 0.0)))
+    log_moment = np.logaddexp((order - 1) * poisson, math.log(rest)) if rest > 0 else (order - 1) * poisson
+    return float(log_moment) / (order - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _gaps(mu: float, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cells of ε, by their left ends, the last without an end; and the most that R − A (see above) is in each."""
+    ends = np.concatenate([[0.0], np.geomspace(1e-3 * rate, 60.0, 600)])
+    vanishes = one_of_many_delta(mu, rate, ends)
+    left = np.maximum(-np.expm1(ends + math.log1p(-rate)), 0.0)  # 1 − e^ε(1 − q)
+    with np.errstate(divide="ignore"):
+        appears = np.where(left > 0, left * _gaussian_deltas(mu, ends + math.log(rate) - np.log(left)), 0.0)
+    return ends, np.maximum(vanishes - np.append(appears[1:], 0.0), 0.0)
+
+
+def _gaussian_deltas(mu: float, epsilon: np.ndarray) -> np.ndarray:
+    """`gaussian_delta` at many ε >= 0 (also infinite ones)."""
+    if mu == 0:
+        return np.zeros_like(epsilon)
+    mu = max(mu, 1e-10)
+    with np.errstate(invalid="ignore", over="ignore"):
+        first = log_ndtr(-epsilon / mu + mu / 2)
+        gap = epsilon + log_ndtr(-epsilon / mu - mu / 2) - first
+        return np.where(np.isfinite(first), np.exp(first) * -np.expm1(np.minimum(gap, 0.0)), 0.0)
+
+
 def pld_epsilon(mu_squared: float, delta: float) -> float:
     """One Gaussian of this mu, by dp-accounting."""
     return _pld_epsilon(((math.sqrt(mu_squared), 1.0, 1),), delta)
 
 
 @functools.lru_cache(maxsize=256)
-def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """(mu, sampling rate, how many times), composed by dp-accounting, rounded towards more ε."""
+def _pld_epsilon(
+    parts: tuple[tuple[float, float, int], ...], delta: float, chosen: tuple[tuple[float, float, int], ...] = ()
+) -> float:
+    """(mu, sampling rate, how many times), composed by dp-accounting, rounded towards more ε.
+
+    `chosen`: the same for one-of-many events.
+    """
     parts = tuple(part for part in parts if part[0] > 0)
-    if not parts:
+    chosen = tuple(part for part in chosen if part[0] > 0)
+    if not parts and not chosen:
         return 0.0
-    whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in parts]))
-    if whole > PLD_LARGEST or max(mu for mu, _, _ in parts) > PLD_LOUDEST:
+    whole = math.sqrt(_sum([_loudness(mu, rate) * count for mu, rate, count in (*parts, *chosen)]))
+    if whole > PLD_LARGEST or max(mu for mu, _, _ in (*parts, *chosen)) > PLD_LOUDEST:
         return math.inf  # true, if coarse: tables of what may leak grow with mu², and there is nothing left to protect
     # A crowd of equal Gaussians is one Gaussian too, and millions of convolutions are no better a check than thousands.
     parts = tuple(
@@ -148,14 +229,14 @@ def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> f
         if len(parts) > PLD_MOST:
             raise UnpriceableEvent(f"the pld accountant composes at most {PLD_MOST} different subsampled events")
     try:
-        from dp_accounting.pld import privacy_loss_distribution
+        from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     except ImportError as error:
         raise DatalensError(
             f"the pld accountant needs dp-accounting, which cannot be imported ({error}): pip install dp-accounting, "
             "or use another --accountant"
         ) from error
     # Fine against the whole, and not finer: the work grows with the number of cells.
-    cell = max(whole / 2000, max(mu * mu / 2 + 10 * mu for mu, _, _ in parts) / 1e6)
+    cell = max(whole / 2000, max(mu * mu / 2 + 10 * mu for mu, _, _ in (*parts, *chosen)) / 1e6)
     composed = None
     for mu, rate, count in parts:
         one = privacy_loss_distribution.from_gaussian_mechanism(
@@ -163,13 +244,68 @@ def _pld_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float) -> f
         )
         many = one.self_compose(count) if count > 1 else one
         composed = many if composed is None else composed.compose(many)
+    for mu, rate, count in chosen:
+        # Beyond the last dot less than 1e-20 of probability is left; it counts as lost.
+        last = math.ceil(math.log1p(rate * math.expm1(min(mu * mu / 2 + 10 * mu, 700.0))) / cell) + 1
+        upper = one_of_many_delta(mu, rate, cell * np.arange(last + 1))
+        below = np.exp(-cell * np.arange(last, 0, -1))
+        curve = np.concatenate([1 - below + below * upper[:0:-1], upper])
+        dots = pld_pmf.create_pmf_pessimistic_connect_dots(cell, np.arange(-last, last + 1), curve)
+        one = privacy_loss_distribution.PrivacyLossDistribution(dots)
+        many = one.self_compose(count) if count > 1 else one
+        composed = many if composed is None else composed.compose(many)
     assert composed is not None
     return max(0.0, float(composed.get_epsilon_for_delta(delta)))
 
 
+# PRV: the finest and coarsest error of ε it is asked for, the most cells it may take, and where it hands over to RDP.
+PRV_FINEST, PRV_COARSEST, PRV_CELLS, PRV_LARGEST = 5e-4, 1e-2, 2**24, 40.0
+PRV_SMALLEST_DELTA = 1e-10  # below, rounding of its transforms is no longer small against δ
+
+
+@functools.lru_cache(maxsize=1024)
+def _prv_epsilon(parts: tuple[tuple[float, float, int], ...], delta: float, rough: float) -> float:
+    """(mu, sampling rate, how many times), composed by Opacus (Gopi et al. 2021); the upper end of its interval.
+
+    `rough`: ε by RDP. The error asked for is a fiftieth of it, so that it follows from the events alone.
+    """
+    if not rough <= PRV_LARGEST:
+        return rough  # true, if coarse: there is nothing left to protect
+    if delta < PRV_SMALLEST_DELTA:
+        raise UnpriceableEvent(
+            f"the prv accountant is not reliable below delta {PRV_SMALLEST_DELTA:g}: use --accountant rdp-improved"
+        )
+    try:
+        from opacus.accountants import PRVAccountant
+    except ImportError as error:
+        raise DatalensError(
+            f"the prv accountant needs Opacus, which cannot be imported ({error}): pip install opacus, or use another "
+            "--accountant"
+        ) from error
+    steps = sum(count for _, _, count in parts)
+    wanted = min(max(rough / 50, PRV_FINEST), PRV_COARSEST)
+    finest = 2 * (rough + 4) * math.sqrt(steps * math.log(12_000 / delta) / 2) / PRV_CELLS
+    accountant = PRVAccountant()
+    accountant.history = [(1 / mu, rate, count) for mu, rate, count in parts]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about orders of the RDP that only sizes its tables
+            epsilon = float(accountant.get_epsilon(delta, eps_error=max(wanted, finest)))
+    except (RuntimeError, ValueError) as error:
+        raise UnpriceableEvent(
+            f"the prv accountant has no price for this ({error}): use --accountant rdp-improved"
+        ) from error
+    if not math.isfinite(epsilon):
+        raise UnpriceableEvent("the prv accountant has no price for this: use --accountant rdp-improved")
+    return max(0.0, epsilon)
+
+
 def _loudness(mu: float, rate: float) -> float:
-    """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones."""
-    return mu * mu if rate == 1 else min(mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))
+    """About what an event adds to mu² of the whole: exact for plain Gaussians, the central limit for sampled ones.
+
+    (Or twice their Kullback-Leibler divergence, at most q·mu²/2, where the noise is small.)
+    """
+    return mu * mu if rate == 1 else min(rate * mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))
 
 
 _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
@@ -177,6 +313,8 @@ _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
     "rdp": rdp_epsilon,
     "rdp-improved": improved_epsilon,
     "pld": pld_epsilon,
+    "prv": exact_epsilon,
+    "moments": moments_epsilon,
 }
 
 
@@ -206,7 +344,12 @@ class Accountant:
 
     def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         """ε of (event, how many times)."""
+        counted = [_spread_out(event, count) for event, count in counted]
+        if self.name in ("exact", "pld") and any(isinstance(event, LaplaceEvent) for event, _ in counted):
+            return self._responses(counted, delta)
         match self.name:
+            case "prv":
+                return self._prv(counted, delta)
             case "exact":
                 return self._exact(counted, delta)
             case "pld":
@@ -229,42 +372,83 @@ class Accountant:
         # Pointwise within e^±slack of the Gaussian's post-processing: (ε, δ) becomes (ε + 2·slack, e^slack·δ).
         return self.epsilon_at(mu_squared, delta * math.exp(-slack)) + 2 * slack
 
+    def _responses(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        """Ballots with Laplace noise of one scale, on a fixed schedule: all of it is so many randomised responses."""
+        laplace = [(event, count) for event, count in counted if isinstance(event, LaplaceEvent)]
+        losses = {event.loss for event, _ in laplace if event.moved}
+        if len(laplace) != len(counted) or len(losses) > 1:
+            raise UnpriceableEvent(
+                f"the {self.name} accountant prices Laplace noise of one scale and no other noise beside it: "
+                "use --accountant rdp-improved"
+            )
+        times = sum(event.moved * count for event, count in laplace)
+        price = response_epsilon if self.name == "exact" else pld_responses
+        return price(max(losses, default=0.0), times, delta)
+
     def _rdp(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         known = [(self._known(event), count) for event, count in counted]
         rho = _sum([event.rho * count for event, count in known if isinstance(event, GaussianEvent)])
+        sampled: Counter[tuple[_Rdp, float, float]] = Counter()
+        for event, count in known:
+            if isinstance(event, SubsampledGaussianEvent):
+                sampled[subsampled_rdp, event.mu, event.rate] += count
+            if isinstance(event, OneOfManyEvent):
+                sampled[one_of_many_rdp, event.mu, event.rate] += count * event.repeats
+            if isinstance(event, LaplaceEvent):
+                sampled[_laplace_rdp, event.loss, 1.0] += count * event.moved
+        if not any(mu > 0 for _, mu, _ in sampled):
+            return self.epsilon_at(2 * rho, delta)
+        orders = MOMENT_ORDERS if self.name == "moments" else SAMPLED_ORDERS
+        curve = [
+            _sum([order * rho, *(rdp(mu, rate, order) * n for (rdp, mu, rate), n in sampled.items())])
+            for order in orders
+        ]
+        convert = _convert_improved if self.name == "rdp-improved" else _convert_as_printed
+        return convert(curve, orders, delta)
+
+    def _prv(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        known = [(self._known(event), count) for event, count in counted]
         sampled: Counter[tuple[float, float]] = Counter()
         for event, count in known:
             if isinstance(event, SubsampledGaussianEvent):
                 sampled[event.mu, event.rate] += count
-        if not any(mu > 0 for mu, _ in sampled):
-            return self.epsilon_at(2 * rho, delta)
-        curve = [
-            _sum([order * rho, *(subsampled_rdp(mu, rate, order) * n for (mu, rate), n in sampled.items())])
-            for order in PAPER_ORDERS
-        ]
-        convert = _convert_as_printed if self.name == "rdp" else _convert_improved
-        return convert(curve, PAPER_ORDERS, delta)
+        if not sampled:
+            return self._exact(counted, delta)
+        if len(known) > sum(isinstance(event, SubsampledGaussianEvent) for event, _ in known):
+            raise UnpriceableEvent(
+                "the prv accountant does not price sampled and unsampled events together: use --accountant rdp-improved"
+            )
+        parts = tuple(sorted((mu, rate, n) for (mu, rate), n in sampled.items() if mu > 0 and n > 0))
+        if not parts:
+            return 0.0
+        return _prv_epsilon(parts, delta, Accountant(name="rdp-improved")._rdp(counted, delta))  # already spread out
 
     def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         parts: Counter[tuple[float, float]] = Counter()
+        chosen: Counter[tuple[float, float]] = Counter()
         slack = 0.0
         for event, count in counted:
             known = self._known(event)
             if isinstance(known, SubsampledGaussianEvent):
                 parts[known.mu, known.rate] += count
                 continue
+            if isinstance(known, OneOfManyEvent):
+                chosen[known.mu, known.rate] += count * known.repeats
+                continue
             if isinstance(known, DiscreteGaussianEvent) and not known.smooth:
                 raise UnpriceableEvent(
                     f"the pld accountant does not price discrete noise below sigma {LEAST_SMOOTH:g}: "
                     "use --accountant rdp-improved"
                 )
+            assert isinstance(known, GaussianEvent)  # Laplace went elsewhere
             slack += known.slack * count
             parts[known.mu, 1.0] += count
         listed = tuple(sorted((mu, rate, count) for (mu, rate), count in parts.items()))
-        return _pld_epsilon(listed, delta * math.exp(-slack)) + 2 * slack
+        picked = tuple(sorted((mu, rate, count) for (mu, rate), count in chosen.items()))
+        return _pld_epsilon(listed, delta * math.exp(-slack), picked) + 2 * slack
 
     def _known(self, event: Event) -> Charge:
-        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent):
+        if not isinstance(event, GaussianEvent | SubsampledGaussianEvent | OneOfManyEvent | LaplaceEvent):
             raise UnpriceableEvent(
                 f"the {self.name} accountant prices Gaussian events only, not {event.kind!r}; "
                 "a newer datalens may know it"
@@ -295,12 +479,36 @@ class Accountant:
 def side_by_side(counted: Sequence[tuple[Event, int]], delta: float) -> dict[AccountantName, float | str]:
     """Every accountant's ε of the same (event, how many times), or why it has none."""
     found: dict[AccountantName, float | str] = {}
-    for name in ACCOUNTANTS:
+    sampled = any(isinstance(event, SubsampledGaussianEvent) for event, _ in counted)
+    for name in ACCOUNTANTS if sampled else (name for name in ACCOUNTANTS if name not in SAMPLED_ONLY):
         try:
             found[name] = Accountant(name=name).price(counted, delta)
         except DatalensError as error:
             found[name] = str(error)
     return found
+
+
+def _laplace_rdp(loss: float, rate: float, order: float) -> float:
+    return response_rdp(loss, order)
+
+
+def _spread_out(event: Event, count: int) -> tuple[Event, int]:
+    """A block as its repeats; and sampling that leaves nobody out as no sampling."""
+    if not isinstance(event, SubsampledGaussianEvent):
+        return event, count
+    if event.rate < 1:
+        return event, count * event.repeats
+    plain = GaussianEvent(
+        row_unit=event.row_unit,
+        l2_bound=event.l2_bound,
+        diameter=2 * event.l2_bound,
+        relation=event.relation,
+        sigma=event.sigma,
+        queries=event.queries,
+        step=event.step,
+        noise=event.noise,
+    )
+    return plain, count * event.repeats
 
 
 def topagg_event(*, sensitivity: float, sigma: float, law: NoiseLaw, coordinates: int = 0) -> GaussianEvent:
@@ -370,6 +578,33 @@ def calibrate_sigma(
     while overspends(sigma):
         sigma, more = sigma * (1 + more), 2 * more
     return sigma
+
+
+def calibrate_event(
+    make: Callable[[float], Event], *, times: int, epsilon: float, delta: float, accountant: Accountant
+) -> float:
+    """The smallest noise, to a part in 10,000, with which `times` events made of it fit into (ε, δ); 0 without a limit.
+
+    `make(sigma)`. For events whose price is no closed formula: it is asked for again and again.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+
+    def fits(sigma: float) -> bool:
+        return accountant.price([(make(sigma), times)], delta) <= epsilon
+
+    low, high = 0.0, 1.0
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > MOST_NOISE:
+            raise BudgetExceeded(
+                f"no noise is large enough for epsilon {epsilon:g} at delta {delta:g} with the {accountant.name} "
+                "accountant: raise --epsilon, or use another --accountant"
+            )
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _discrete_sigma(

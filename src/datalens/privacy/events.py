@@ -97,6 +97,35 @@ def unprotected(relation: Relation, *, origin: NoiseOrigin = "operating-system",
     return GaussianEvent(row_unit="record", relation=relation, queries=0, step=step, noise=origin, **bounds)
 
 
+def confident_check(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+    """What the check of so many queries is charged: each largest count moves by at most one."""
+    moved = math.sqrt(queries)
+    return GaussianEvent(
+        row_unit="teacher",
+        l2_bound=moved,
+        diameter=moved,
+        relation=relation,
+        sigma=sigma,
+        queries=queries,
+        step=step,
+        noise=noise,
+    )
+
+
+def confident_answer(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+    """What so many answers are charged: two counts a query move by one each."""
+    return GaussianEvent(
+        row_unit="teacher",
+        l2_bound=math.sqrt(queries),
+        diameter=math.sqrt(2 * queries),
+        relation=relation,
+        sigma=sigma,
+        queries=queries,
+        step=step,
+        noise=noise,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiscreteGaussianEvent(GaussianEvent):
     """A sum of integer rows, released once with the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.
@@ -132,7 +161,10 @@ class DiscreteGaussianEvent(GaussianEvent):
 @dataclass(frozen=True, kw_only=True)
 class SubsampledGaussianEvent:
     """A sum over a Poisson sample of the units, each in it with probability `rate`, with N(0, sigma²) on every
-    coordinate. Add-remove only, one row of norm <= l2_bound per unit. Priced by RDP and PLD; not a Gaussian mechanism.
+    coordinate: `repeats` times, each with a sample and noise of its own. Add-remove only, one row of norm <= l2_bound
+    per unit. Priced by RDP, PRV and PLD; not a Gaussian mechanism.
+
+    A block of repeats may be charged before the first of them is done: what is charged ahead is never too little.
     """
 
     row_unit: RowUnit
@@ -141,12 +173,15 @@ class SubsampledGaussianEvent:
     relation: Relation
     sigma: float
     queries: int
-    step: int
+    step: int  # of the first
     noise: NoiseOrigin
+    repeats: int = 1
     kind: ClassVar[str] = "subsampled-gaussian"
 
     def __post_init__(self) -> None:
-        _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step"))
+        _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step", "repeats"))
+        if self.repeats < 1:
+            raise TamperedError("an event happened at least once")
         if self.rate > 1:
             raise TamperedError(f"a sampling rate must lie between 0 and 1, not {self.rate}")
         if self.relation != "add-remove" or self.row_unit == "teacher":
@@ -162,17 +197,102 @@ class SubsampledGaussianEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaplaceEvent:
+    """Counts of ballots, each released once with discrete Laplace noise, P[z] proportional to exp(−|z|/scale).
+
+    Formal guarantees: between neighbours at most `moved` counts change, by one each, and a whole-number noise of this
+    law tells a count from the next one exactly as well as one answer of 1/scale-DP randomised response does. So the
+    release is `moved` of those (Kairouz, Oh, Viswanath 2015), and moved/scale-DP.
+    """
+
+    row_unit: RowUnit
+    moved: int  # counts in which two possible ballots can differ, by one each
+    relation: Relation
+    scale: float
+    queries: int
+    step: int
+    noise: NoiseOrigin
+    kind: ClassVar[str] = "discrete-laplace"
+
+    def __post_init__(self) -> None:
+        _check(self, numbers=("scale",), counts=("moved", "queries", "step"))
+        if self.row_unit != "teacher":
+            raise TamperedError("ballots are cast by teachers")
+
+    @property
+    def loss(self) -> float:
+        """What one moved count costs, as pure ε."""
+        return _ratio(1.0 if self.moved else 0.0, self.scale)
+
+    @property
+    def mu(self) -> float:
+        """About the mu of a Gaussian that leaks as much, for a person: no price rests on it."""
+        return self.loss * math.sqrt(self.moved) if self.moved else 0.0
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation of the noise."""
+        return math.sqrt(0.5) / math.sinh(0.5 / self.scale) if self.scale > 1e-3 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneOfManyEvent:
+    """`repeats` releases; for each, one of `teachers` units is chosen, evenly and in secret, and its row alone is
+    released with N(0, sigma²) on every coordinate. A record changes one unit's row, at most by `diameter`.
+
+    Priced by RDP and PLD as sampling without replacement of a replaced unit (docs/privacy.md); not a Gaussian
+    mechanism, and not the Poisson-sampled one. Repeats and sampling are fixed beforehand.
+    """
+
+    row_unit: RowUnit
+    l2_bound: float
+    diameter: float
+    teachers: int
+    relation: Relation
+    sigma: float
+    repeats: int
+    queries: int
+    step: int
+    noise: NoiseOrigin
+    kind: ClassVar[str] = "one-of-many-gaussian"
+
+    def __post_init__(self) -> None:
+        _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("teachers", "repeats", "queries", "step"))
+        if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
+            raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
+        if self.teachers < 1 or self.row_unit != "teacher":
+            raise TamperedError("one of many is one of some teachers, each with a share of its own")
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.teachers
+
+    @property
+    def mu(self) -> float:
+        """Of the unit that is chosen; what choosing saves is the accountant's business."""
+        return _ratio(self.diameter, self.sigma)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnknownEvent:
     """An event some other version wrote. Accountants refuse it: what is not understood is not priced."""
 
     kind: str
 
 
-Charge = GaussianEvent | SubsampledGaussianEvent  # what a ledger takes; the first holds the discrete ones too
+# What a ledger takes; the first holds the discrete ones too.
+Charge = GaussianEvent | SubsampledGaussianEvent | OneOfManyEvent | LaplaceEvent
 Event = Charge | UnknownEvent
 
-_KINDS: dict[str, type[GaussianEvent] | type[SubsampledGaussianEvent]] = {
-    cls.kind: cls for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent)
+_KINDS: dict[str, type[Charge]] = {
+    cls.kind: cls
+    for cls in (GaussianEvent, DiscreteGaussianEvent, SubsampledGaussianEvent, OneOfManyEvent, LaplaceEvent)
 }
 
 

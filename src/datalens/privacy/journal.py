@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from datalens.errors import TamperedError
-from datalens.privacy.events import GaussianEvent
+from datalens.privacy.events import UnknownEvent
 from datalens.privacy.ledger import Ledger, sync_directory
 from datalens.privacy.released import Released
 
@@ -38,7 +38,7 @@ class Journal:
     def find(self, ledger: Ledger, *, step: int) -> Released | None:
         """The release of this step, if it was charged and its value survived."""
         for number, event in enumerate(ledger.events):
-            if isinstance(event, GaussianEvent) and event.step == step:
+            if not isinstance(event, UnknownEvent) and event.step == step:
                 path = self._directory / f"{number:08d}.release"
                 if path.exists():
                     return Released(value=self._load(path), event=event, number=number)
@@ -47,7 +47,7 @@ class Journal:
     def forget_before(self, ledger: Ledger, *, step: int) -> None:
         """A checkpoint holds what these values did; they are not needed again."""
         for number, event in enumerate(ledger.events):
-            if isinstance(event, GaussianEvent) and event.step < step:
+            if not isinstance(event, UnknownEvent) and event.step < step:
                 (self._directory / f"{number:08d}.release").unlink(missing_ok=True)
 
     @staticmethod

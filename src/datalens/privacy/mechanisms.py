@@ -1,16 +1,25 @@
 """The gate. Everything that leaves the private side passes `release`, and is charged first."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from datalens.bounded.contributions import BoundedSum
+from datalens.bounded.contributions import BoundedSum, VoteCounts
 from datalens.errors import DatalensError
 from datalens.privacy.accountant import MOST_NOISE
-from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent, NoiseOrigin, unprotected
+from datalens.privacy.events import (
+    DiscreteGaussianEvent,
+    GaussianEvent,
+    LaplaceEvent,
+    NoiseOrigin,
+    confident_answer,
+    confident_check,
+    unprotected,
+)
 from datalens.privacy.ledger import Ledger
-from datalens.privacy.noise import IntegerNoise, NoiseSource
+from datalens.privacy.noise import IntegerNoise, LaplaceNoise, NoiseSource
 from datalens.privacy.released import Released
 
 
@@ -101,6 +110,78 @@ class GaussianSum:
         if np.issubdtype(total.dtype, np.integer):
             value = total.astype(np.int64) + np.rint(noise).astype(np.int64)
         return Released(value=value, event=event, number=number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceVote:
+    """Counts of ballots plus discrete Laplace noise on every count (PATE-GAN; Papernot et al. 2017).
+
+    Formal guarantees: see `LaplaceEvent`. A label is two counts, of which a changed ballot moves both, so with noise
+    Lap(1/λ) it is 2λ-DP, as published; here the sum over all labels is priced exactly.
+    """
+
+    noise: LaplaceNoise
+
+    def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
+        if not isinstance(votes, VoteCounts):
+            raise TypeError("Laplace noise is for counts of ballots: a row of another kind may move a count by more")
+        event = LaplaceEvent(
+            row_unit=votes.row_unit,
+            moved=min(2 * votes.queries, votes.cells),
+            relation=ledger.budget.relation,
+            scale=self.noise.scale,
+            queries=votes.queries,
+            step=step,
+            noise=self.noise.origin,
+        )
+        number = ledger.charge(event)  # durable before any noise exists; raises before overspending
+        total = votes.private_total.cpu().numpy().astype(np.int64)
+        value = total + self.noise.integers(total.size).reshape(total.shape)
+        return Released(value=value, event=event, number=number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidentGNMax:
+    """The answer most teachers chose, where enough of them seem to have (Papernot et al. 2018, Algorithm 1).
+
+    Line 1: is the largest count plus N(0, sigma_check²) at least `threshold`? One ballot moves the largest count by at
+    most one, so over all queries by √queries. Line 2: of those that pass, the answer with the largest count plus
+    N(0, sigma²) on every count; a ballot moves these by √(2·passed). The check is charged for every query, the answer
+    for those that pass. Gaussian charges may depend on what was released before (see `Accountant`).
+
+    Released: the number of the answer, [queries], −1 where the check failed. Noise is rounded to whole numbers, which
+    is post-processing.
+    """
+
+    sigma_check: float
+    sigma: float
+    threshold: float
+    noise: NoiseSource
+
+    def __post_init__(self) -> None:
+        for sigma in (self.sigma_check, self.sigma):
+            if not 0 <= sigma <= MOST_NOISE:
+                raise DatalensError(f"sigma must be a number from 0 to {MOST_NOISE:g}, not {sigma}")
+
+    def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
+        if not isinstance(votes, VoteCounts):
+            raise TypeError("the largest count of anything but ballots may move by more than one")
+        check = confident_check(ledger.budget.relation, votes.queries, self.sigma_check, self.noise.origin, step)
+        number = ledger.charge(check)
+        total = votes.private_total.cpu().numpy().astype(np.int64)  # [queries, answers]
+        passed = total.max(axis=1) + self._noise(self.sigma_check, (len(total),)) >= self.threshold
+        answers = np.full(len(total), -1, dtype=np.int64)
+        if not passed.any():
+            return Released(value=answers, event=check, number=number)
+        answer = confident_answer(ledger.budget.relation, int(passed.sum()), self.sigma, self.noise.origin, step)
+        number = ledger.charge(answer)
+        counts = total[passed]
+        answers[passed] = (counts + self._noise(self.sigma, counts.shape)).argmax(axis=1)
+        return Released(value=answers, event=answer, number=number)
+
+    def _noise(self, sigma: float, shape: tuple[int, ...]) -> np.ndarray:
+        normal = self.noise.standard_normal(math.prod(shape)).reshape(shape)
+        return np.rint(sigma * normal).astype(np.int64)
 
 
 def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:

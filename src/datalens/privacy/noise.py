@@ -6,10 +6,13 @@ Two laws: standard normals in float64, and the exact discrete Gaussian, made by 
 import contextlib
 import importlib.util
 import os
+import random
+import secrets
 import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -30,6 +33,14 @@ class NoiseSource(Protocol):
     def origin(self) -> NoiseOrigin: ...
 
     def standard_normal(self, count: int) -> np.ndarray: ...
+
+    def words(self, count: int) -> np.ndarray: ...  # whole numbers below 2³², all as likely: for secret choices
+
+
+class SecretSource(NoiseSource, Protocol):
+    """And secret choices."""
+
+    def below(self, count: int) -> int: ...
 
 
 @runtime_checkable
@@ -56,6 +67,13 @@ class SecureNoise:
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(os.urandom(16 * ((count + 1) // 2)), count)
 
+    def below(self, count: int) -> int:
+        """0 … count−1, each as likely."""
+        return secrets.randbelow(count)
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(os.urandom(4 * count), dtype=np.uint32)
+
 
 class SeededNoise:
     """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
@@ -67,6 +85,54 @@ class SeededNoise:
 
     def standard_normal(self, count: int) -> np.ndarray:
         return _box_muller(self._generator.bytes(16 * ((count + 1) // 2)), count)
+
+    def below(self, count: int) -> int:
+        return int(self._generator.integers(count))
+
+    def words(self, count: int) -> np.ndarray:
+        return np.frombuffer(self._generator.bytes(4 * count), dtype=np.uint32)
+
+
+class LaplaceNoise:
+    """Discrete Laplace noise, P[z] proportional to exp(−|z|/scale), sampled exactly with whole numbers.
+
+    From the operating system, or NOT PRIVATE from a seed. Some 20 µs a draw.
+    """
+
+    def __init__(self, scale: float, seed: int | None = None) -> None:
+        if not 0 < scale <= 2.0**40:
+            raise DatalensError(f"the scale of Laplace noise must be above 0, and at most 2^40, not {scale:g}")
+        self.scale = scale
+        self.origin: NoiseOrigin = "operating-system" if seed is None else "seeded"
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def integers(self, count: int) -> np.ndarray:
+        fraction = Fraction(self.scale)
+        draws = [_discrete_laplace(*fraction.as_integer_ratio(), self._random) for _ in range(count)]
+        return np.array(draws, dtype=np.int64)
+
+
+def _discrete_laplace(t: int, s: int, draw: random.Random) -> int:
+    """Of scale t/s (Canonne, Kamath, Steinke 2020, Algorithm 2). Only uniform whole numbers are drawn."""
+    while True:
+        u = draw.randrange(t)
+        if not _bernoulli_exp(u, t, draw):
+            continue
+        v = 0
+        while _bernoulli_exp(1, 1, draw):
+            v += 1
+        size = (u + t * v) // s
+        negative = draw.randrange(2) == 1
+        if size > 0 or not negative:  # zero is drawn by one sign only
+            return -size if negative else size
+
+
+def _bernoulli_exp(a: int, b: int, draw: random.Random) -> bool:
+    """True with probability exp(−a/b), for a <= b (the same, Algorithm 1)."""
+    k = 1
+    while draw.randrange(b * k) < a:
+        k += 1
+    return k % 2 == 1
 
 
 def _box_muller(entropy: bytes, count: int) -> np.ndarray:

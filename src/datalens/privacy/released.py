@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datalens.privacy.events import GaussianEvent
+from datalens.privacy.events import Charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,5 +12,5 @@ class Released:
     """A value that went through the gate, and the event that paid for it. Built only in `privacy/`."""
 
     value: np.ndarray  # [queries, d], integers for votes
-    event: GaussianEvent
+    event: Charge
     number: int  # of the charge in the ledger

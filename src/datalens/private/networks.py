@@ -6,7 +6,7 @@ mixes teachers: every product is batched over them, every mean is taken within o
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -258,6 +258,13 @@ def compact_network(basis: Basis, classes: int, *, hidden: int = 16) -> Convolut
         label_planes=False,
         dense_norm=False,
     )
+
+
+def network_named(name: Literal["spectral", "compact", "paper"], basis: Basis, classes: int, *, hidden: int) -> Network:
+    if name == "spectral":
+        return Spectral(basis=basis, classes=classes, hidden=hidden)
+    make = paper_network if name == "paper" else compact_network
+    return make(basis, classes, hidden=hidden)
 
 
 def _normal(seed: int, name: str, teachers: Tensor, shape: tuple[int, ...], std: float) -> Tensor:

@@ -9,7 +9,7 @@ record" cost "one teacher's row". Shares therefore vary in size, and a share may
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -61,6 +61,13 @@ class Balanced:
 
     def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
         return np.asarray(index, dtype=np.int64) % self.teachers
+
+
+def rule_named(name: Literal["hashed", "balanced"], *, teachers: int, seed: int) -> Rule:
+    """Which teacher a record of a run goes to."""
+    if name == "balanced":
+        return Balanced(teachers=teachers)
+    return Hashed(teachers=teachers, salt=f"datalens shares, seed {seed}".encode())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """All records together, for methods without shares: images, labels, and batches of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -41,6 +41,12 @@ class Pool:
     @property
     def count(self) -> int:
         return len(self._labels)
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All records, some at a time: images as bytes [n, c, h, w], and labels [n]. At least one chunk, if empty."""
+        for start in range(0, max(self.count, 1), size):
+            index = torch.arange(start, min(start + size, self.count), device=self._labels.device)
+            yield self._rows.take(index + 1), self._labels[index]
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Records `index` [n], counted from 0: images [n, c, h, w] in [0, 1], and labels [n]."""

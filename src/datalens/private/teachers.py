@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from datalens.bounded.contributions import Gradients
+from datalens.bounded.contributions import Gradients, Scores
 from datalens.errors import DatalensError
 from datalens.gpu import has_triton
 from datalens.private import layers
@@ -122,6 +122,20 @@ class Teachers:
             values = self._network.to_basis(slope)
             values = torch.where(self._shares.occupied(chunk.numbers).view(-1, 1, 1), values, 0.0)
             return Gradients(teachers=chunk.numbers, values=values, step=step)
+
+        yield from self._in_chunks(ask)
+
+    def scores(self, fakes: Fakes) -> Iterator[Scores]:
+        """How real each teacher finds each fake: its logit; NaN from a teacher without records."""
+        fake = self._network.features(fakes.images.detach())
+
+        def ask(chunk: _Chunk) -> Scores:
+            n = len(chunk.numbers)
+            with torch.no_grad():
+                inputs, labels = fake.expand(n, *fake.shape), fakes.labels.expand(n, -1)
+                logits = self._network.logits(chunk.weights, inputs, labels, [len(fake)])
+            occupied = self._shares.occupied(chunk.numbers).view(-1, 1)
+            return Scores(teachers=chunk.numbers, values=torch.where(occupied, logits, torch.nan))
 
         yield from self._in_chunks(ask)
 

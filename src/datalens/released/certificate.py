@@ -4,7 +4,6 @@ It states the **budget** (ε, δ), fixed before training from public facts; what
 `check_release` needs the release folder and nothing else.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -13,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import RELEASES, AnySettings, MomentSettings, Settings, parse_settings
+from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
@@ -96,8 +95,8 @@ def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
         return settings.mechanism(budget)
     if isinstance(settings, Settings):
         return {
-            "name": "sum of teachers' compressed votes with Gaussian noise (TopAgg)",
-            "sensitivity": "2·sqrt(k·batch) per event: one record changes one teacher's row",
+            "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
+            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
         }
     moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
     return {
@@ -106,12 +105,21 @@ def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
     }
 
 
+# What teachers' rows are, where they are not top-k votes; and how far two are apart.
+_ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clipped count sketches of votes (FetchSGD)"}
+
+
+def _lengths(settings: Settings) -> str:
+    lengths = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
+    return lengths.get(settings.compress, "2·sqrt(k·batch)")
+
+
 def _noise_of(settings: AnySettings) -> str:
     if isinstance(settings, PeerSettings):
         return settings.noise_said()
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, Settings) and settings.compress == "topk"
+    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
     return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
@@ -291,18 +299,20 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
 def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """Settings under which this ledger cannot have come about."""
     found = []
-    bound = math.sqrt(settings.k * settings.batch)
+    bound = settings.l2_bound
     gaussian = [event for event in events if isinstance(event, GaussianEvent)]
     if any(event.sigma != settings.sigma for event in gaussian):
         found.append("the settings state another sigma than the ledger")
     if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
         found.append("the settings state another k or batch than the ledger was charged for")
     if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
-        found.append("the ledger has events that are not sums of teachers' votes: they cost 2·sqrt(k·batch) each")
+        found.append(
+            "the ledger has events that are not sums of teachers' votes: they cost " + _lengths(settings) + " each"
+        )
     discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
     if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
         found.append("the settings state another kind of noise than the ledger")
-    if any(event.coordinates != settings.batch * settings.basis_size for event in discrete):
+    if any(event.coordinates != settings.batch * settings.cells for event in discrete):
         found.append("the settings state another number of coordinates than the ledger")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
         found.append("the settings are wrong about whether the noise was seeded")
@@ -338,10 +348,9 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
 def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """The same for any other method: every charge must be one that its schedule has, and there must be some."""
     settings.check(schema)
-    planned = [part.event for part in settings.schedule(schema, budget)]
     found = [] if events else ["the ledger has no release at all"]
     for event in events:
-        if isinstance(event, UnknownEvent) or dataclasses.replace(event, step=0) not in planned:
+        if isinstance(event, UnknownEvent) or not settings.possible(event, schema, budget):
             return [*found, "the ledger has other releases than the settings state"]
     return found
 

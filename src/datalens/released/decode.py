@@ -1,5 +1,6 @@
 """From released vote sums to directions in image space. Post-processing: it costs no privacy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,24 @@ class Direction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeBins:
+    """From the winning bins of projected coordinates (`bounded.ballots.binned`) back to images; nothing won: zero.
+
+    Bin b of B stands for the middle of its part of [−1, 1]. `projection` has orthonormal columns [d, p], and is public.
+    """
+
+    bins: int
+    basis: Basis
+
+    def __call__(self, released: Released, projection: Tensor) -> Direction:
+        if not isinstance(released, Released):
+            raise TypeError("only a released value may be decoded")
+        won = torch.from_numpy(released.value).view(-1, projection.shape[1])  # [m, p]
+        middle = torch.where(won >= 0, (2 * won + 1) / self.bins - 1, 0.0)
+        return Direction(value=self.basis.inverse(middle.to(torch.float32) @ projection.T.to(torch.float32)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decode:
     """`threshold`: Algorithm 3, lines 9-11, at ±βN; `sign`: the same without threshold; `linear`: the mean vote.
 
@@ -30,11 +49,14 @@ class Decode:
     beta: float
     teachers: int
     basis: Basis
+    unpack: Callable[[Tensor], Tensor] | None = None  # from sums of encoded rows (`codes`) to sums of votes
 
     def __call__(self, released: Released) -> Direction:
         if not isinstance(released, Released):
             raise TypeError("only a released value may be decoded")
-        votes = torch.from_numpy(released.value).to(torch.float32)  # [m, d]
+        votes = torch.from_numpy(released.value).to(torch.float32)  # [m, cells]
+        if self.unpack is not None:
+            votes = self.unpack(votes)  # [m, d]
         if self.rule == "linear":
             directions = votes / self.teachers
         elif self.rule == "sign":

@@ -1,7 +1,7 @@
 """The student's network: a DC-GAN generator with labels, for any image size."""
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -86,9 +86,11 @@ class Generator(nn.Module):
         return self(draw_latent(len(labels), self.architecture, random).to(device), labels.to(device))
 
 
-def fresh_generator(shape: tuple[int, int, int], classes: int, *, latent: int, seed: int) -> "Generator":
-    """DC-GAN's, about to be trained; from the seed alone."""
-    generator = Generator(dcgan_architecture(shape, classes, latent=latent, latent_law="normal"))
+def fresh_generator(shape: tuple[int, int, int], classes: int, *, latent: int, seed: int, slim: int = 1) -> "Generator":
+    """DC-GAN's, or one with so many times fewer channels, about to be trained; from the seed alone."""
+    full = dcgan_architecture(shape, classes, latent=latent, latent_law="normal")
+    widths = tuple(max(1, width // slim) for width in full.widths)
+    generator = Generator(replace(full, dense=full.dense // slim, widths=widths))
     initialise(generator, streams.generator(seed, "generator"))
     return generator.train()
 

@@ -17,7 +17,7 @@ from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce import figure2, runtime
+from datalens.reproduce import figure2, runtime, table6
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
@@ -67,13 +67,18 @@ class Table:
 
 
 def tables() -> dict[str, Table]:
-    from datalens.reproduce import ablation, table1, utility
+    from datalens.reproduce import ablation, table1, table5, utility
 
-    return {"table1": table1.TABLE, "utility": utility.TABLE, "ablation": ablation.TABLE}
+    return {
+        "table1": table1.TABLE,
+        "table5": table5.TABLE,
+        "utility": utility.TABLE,
+        "ablation": ablation.TABLE,
+    }
 
 
 def listing() -> dict[str, str]:
-    own = {"runtime": runtime.TITLE, "figure2": figure2.TITLE}
+    own = {"runtime": runtime.TITLE, "table6": table6.TITLE, "figure2": figure2.TITLE}
     return {name: table.title for name, table in tables().items()} | own
 
 
@@ -90,6 +95,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
         _check_folder(name, known[name].cells(full) if name in known else [], data_folder)
     if name == "runtime":
         return runtime.reproduce(full=full, out=out, device=device)
+    if name == "table6":
+        return table6.reproduce(full=full, out=out, device=device)
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device)
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"

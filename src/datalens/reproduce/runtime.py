@@ -47,29 +47,31 @@ def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
 
 
 def _run(cell: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
+    method = "datalens" if cell["network"] == "spectral" else "datalens-paper"
+    found = measure({"data": DATA, "method": method, **cell}, run, device)
+    return {**cell, "paper": PAPER.get(cell["teachers"]) if cell["network"] == "paper" else None, **found}
+
+
+def measure(options: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
+    """The median time of an epoch of a short run."""
     import torch
 
     from datalens.training import choose_device, train
 
     place = choose_device(device)
-    method = "datalens" if cell["network"] == "spectral" else "datalens-paper"
     train(
         TrainOptions(
             out=run,
             device=device,  # type: ignore[arg-type]
-            data=DATA,
-            method=method,  # type: ignore[arg-type]
             steps=STEPS,
             resume=(run / "ledger.jsonl").exists(),
-            **cell,
+            **options,
         )
     )
     with open(run / "metrics.jsonl", encoding="utf-8") as file:
         times = [json.loads(line)["time"] for line in file]
     epochs = [after - before for before, after in itertools.pairwise(times)]
     return {
-        **cell,
-        "paper": PAPER.get(cell["teachers"]) if cell["network"] == "paper" else None,
         "seconds_per_epoch": round(statistics.median(epochs), 4),
         "epochs": len(epochs),
         "machine": torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),

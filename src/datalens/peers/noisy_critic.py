@@ -1,0 +1,142 @@
+"""GANs whose critic learns by DP-SGD: DP-GAN (Xie et al. 2018), and "Private GANs, revisited" (Bie et al. 2023).
+
+The generator learns from the critic, which is released with every step: the noise is in its gradients on records.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from datalens.config import TrainOptions
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.peers.settings import Part, PeerSettings, asked, common
+from datalens.privacy.accountant import calibrate_event
+from datalens.privacy.events import SubsampledGaussianEvent
+from datalens.privacy.ledger import Budget
+
+ROUNDING = 1e-6  # rows are enforced in float32, and paid for as this much longer (see `bounded.norm_topk`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyCriticSettings(PeerSettings):
+    """`steps` are blocks, charged one by one, of `block` steps of the critic each."""
+
+    method: Literal["dpgan", "dpsgd-gan"]
+    block: int
+    critic_steps: int  # of the critic, for one of the generator
+    batch: int  # records in a sample, on average
+    rate: float  # how likely a record is in a sample
+    clip: float  # C: the longest gradient of a record
+    sigma: float  # noise multiplier: σ·C on every number
+    fakes: int  # synthetic images the critic sees in a step, and the generator learns from
+    weight_clip: float  # the critic's weights stay within ± this; 0: they are free
+    width: int
+    critic_rate: float
+    generator_rate: float
+    latent: int
+    slim: int
+    average: float  # of the generator's weights, over steps
+
+    def check(self, schema: Schema) -> None:
+        if not 0 < self.rate <= 1 or self.fakes < 2:
+            raise DatalensError("--batch must be at most the nominal number of records")
+        if not 0 < self.clip < 1e6:
+            raise DatalensError(f"--clip must be above 0, and finite, not {self.clip:g}")
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        event = _event(self.sigma, self.as_dict(), seeded=self.noise_seeded)
+        loud: dict[str, Any] = {"cells": 0, "noise_to_signal": self.sigma / self.batch}
+        name = f"{self.block} sums of gradients"
+        return (Part(name=name, event=event, sensitivity=event.l2_bound, times=self.steps, **loud),)
+
+    def mechanism(self, budget: Budget) -> dict[str, str]:
+        return {
+            "name": "sums of a critic's clipped gradients over Poisson samples of records with Gaussian noise (DP-SGD)",
+            "sensitivity": "clip per step, when a record is in the sample: one record has one gradient",
+        }
+
+    def price_said(self) -> str:
+        return "as Poisson-sampled Gaussian noise of variance sigma²"
+
+    def said(self) -> str:
+        return (
+            f"{self.steps} blocks of {self.block} steps of the critic on about {self.batch} records, "
+            f"{self.critic_steps} for one of the generator, σ = {self.sigma:.4g}·{self.clip:g}"
+        )
+
+    @property
+    def signal(self) -> str:
+        return "noise on a number of the mean gradient by the clip norm"
+
+
+def _event(sigma: float, values: dict[str, Any], *, seeded: bool) -> SubsampledGaussianEvent:
+    """What a block is charged as."""
+    return SubsampledGaussianEvent(
+        row_unit="record",
+        l2_bound=values["clip"] * (1 + ROUNDING),
+        rate=values["rate"],
+        relation="add-remove",
+        sigma=sigma * values["clip"],
+        queries=1,
+        step=0,
+        noise="seeded" if seeded else "operating-system",
+        repeats=values["block"],
+    )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dpgan": {
+        "steps": 100,
+        "block": 100,
+        "critic_steps": 5,
+        "batch": 512,
+        "clip": 1.0,
+        "fakes": 512,
+        "weight_clip": 0.05,
+        "width": 32,
+        "critic_rate": 5e-4,
+        "generator_rate": 5e-4,
+        "latent": 100,
+        "slim": 1,
+        "average": 0.99,
+    },
+    "dpsgd-gan": {
+        "steps": 100,
+        "block": 120,
+        "critic_steps": 5,
+        "batch": 2048,
+        "clip": 1.0,
+        "fakes": 512,
+        "weight_clip": 0.0,
+        "width": 32,
+        "critic_rate": 5e-4,
+        "generator_rate": 5e-4,
+        "latent": 100,
+        "slim": 1,
+        "average": 0.99,
+    },
+}
+QUICK: dict[str, Any] = {"steps": 20, "block": 20, "batch": 64, "fakes": 32, "width": 8, "slim": 4}
+QUICK |= {"critic_rate": 1e-3, "generator_rate": 1e-3}
+
+
+def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> NoisyCriticSettings:
+    if budget.relation != "add-remove":
+        raise DatalensError(
+            f"--method {options.method} samples records, which is priced for add-remove only: use --relation add-remove"
+        )
+    values = PRESETS[options.method] | (QUICK if preset == "quick" else {})
+    values |= asked(options, "steps", "batch", "clip")
+    values["critic_steps"] = options.teacher_steps or values["critic_steps"]
+    values["batch"] = min(values["batch"], schema.nominal_size) if options.batch is None else options.batch
+    values["rate"] = values["batch"] / schema.nominal_size
+    settings = {**common(options, preset), "noise": "gaussian", **values}
+    NoisyCriticSettings(**settings, sigma=0.0).check(schema)
+    sigma = calibrate_event(
+        lambda sigma: _event(sigma, values, seeded=False),
+        times=values["steps"],
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        accountant=budget.pricing(),
+    )
+    return NoisyCriticSettings(**settings, sigma=sigma)

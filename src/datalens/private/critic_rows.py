@@ -1,0 +1,28 @@
+"""Per-example gradients of a critic on records: a record's row is a function of that record and of the critic."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from datalens.bounded.contributions import BoundedSum
+from datalens.bounded.norm_topk import NormTopK
+from datalens.critics import Critic, example_gradients
+from datalens.private.pool import Pool
+
+ROOM_ON_CPU, ROOM_ON_GPU = 2**28, 2**33  # bytes of gradients held at a time
+
+
+def sum_gradients(
+    critic: Critic, pool: Pool, index: Tensor, loss: Callable[[Tensor], Tensor], rows: NormTopK
+) -> BoundedSum:
+    """The sum of the bounded rows of records `index`; that of none is zero. `loss`: of what the critic says."""
+    device = next(critic.parameters()).device
+    size = sum(value.nbytes for value in critic.parameters())
+    chunk = max(1, (ROOM_ON_GPU if device.type == "cuda" else ROOM_ON_CPU) // size)
+    names = [name for name, _ in critic.named_parameters()]
+    total = rows.sum([value.new_zeros(0, *value.shape) for value in critic.parameters()])
+    for part in index.split(chunk):
+        if len(part):
+            found = example_gradients(critic, *pool.batch(part), loss)
+            total = rows.sum([found[name] for name in names], onto=total)
+    return total

@@ -1,0 +1,109 @@
+"""Many small discriminators, each on its own share, trained together: one dimension of their tensors (GS-WGAN).
+
+What a discriminator is depends on its own share, on the fakes it was shown (which are released) and on a stream
+keyed by (seed, discriminator, step). Which of them learn in a step is public: the next ones in turn. Were it only
+the one that is chosen, as the paper has it, the secret choices of the past would be in the states of all, and a step
+would not be a mechanism that composes with the others.
+"""
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from datalens import streams
+from datalens.critics import Critic, initialise_critic
+from datalens.private.adam import adam_step
+from datalens.private.shares import Shares
+
+Parameters = dict[str, Tensor]
+GROUP = 64  # discriminators worked on at a time
+
+
+class Critics:
+    """`shares.teachers` conditional critics of a Wasserstein GAN with gradient penalty."""
+
+    def __init__(
+        self,
+        critic: Critic,
+        shares: Shares,
+        *,
+        batch: int,
+        rate: float,
+        penalty: float,
+        seed: int,
+    ) -> None:
+        self._critic = critic.to(shares.device)
+        self._shares = shares
+        self._batch, self._rate, self._penalty, self._seed = batch, rate, penalty, seed
+        starts = []
+        for teacher in range(shares.teachers):
+            initialise_critic(critic, streams.generator(seed, "critic", teacher))
+            starts.append({name: value.detach().clone() for name, value in critic.named_parameters()})
+        self._weights = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
+        self._means = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+        self._squares = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+        self._updates = torch.zeros(shares.teachers, dtype=torch.int64)
+        self._loss_gradient = vmap(grad(self._loss), in_dims=(0, 0, 0, None, None, 0))
+
+    def fit(self, first: int, count: int, fakes: Tensor, labels: Tensor, *, step: int) -> None:
+        """One step of discriminators `first` … `first + count − 1`, in turn, against the same fakes."""
+        everyone = torch.arange(first, first + count) % self._shares.teachers
+        for part in everyone.split(GROUP):
+            for updates in self._updates[part].unique().tolist():  # where a turn ends, some have had one more
+                self._fit(part[self._updates[part] == updates], fakes.detach(), labels, step=step, updates=updates)
+
+    def warm_up(self, steps: int, fakes: Tensor, labels: Tensor) -> None:
+        """So many steps of all of them. Private: nothing leaves."""
+        for step in range(steps):
+            self.fit(0, self._shares.teachers, fakes, labels, step=-1 - step)
+
+    def image_gradient(self, teacher: int, fakes: Tensor, labels: Tensor) -> Tensor:
+        """∂D/∂x at each fake [m, d]: where this discriminator finds it more real. Zero if it has no record."""
+        weights = {name: value[teacher] for name, value in self._weights.items()}
+        fakes = fakes.detach().requires_grad_()
+        (found,) = torch.autograd.grad(functional_call(self._critic, weights, (fakes, labels)).sum(), fakes)
+        number = torch.tensor([teacher], device=fakes.device)
+        return found.flatten(1) * self._shares.occupied(number).to(found)
+
+    def _fit(self, part: Tensor, fakes: Tensor, labels: Tensor, *, step: int, updates: int) -> None:
+        numbers = part.to(fakes.device)
+        rows, own = self._shares.batch(numbers, size=self._batch, seed=self._seed, step=step, draw=0)
+        real = rows.to(torch.float32) / 255  # [n, batch, c, h, w]
+        mixing = streams.uniform(self._seed, "mixing", step, teachers=numbers, count=self._batch)
+        weights = {name: value[numbers] for name, value in self._weights.items()}
+        gradients = self._loss_gradient(weights, real, own, fakes, labels, mixing)
+        names = list(weights)
+        means, squares = [self._means[n][numbers] for n in names], [self._squares[n][numbers] for n in names]
+        values = [weights[n] for n in names]
+        adam_step(
+            values, [gradients[n] for n in names], means, squares, updates=updates + 1, rate=self._rate, decay=0.0
+        )
+        for name, value, mean, square in zip(names, values, means, squares, strict=True):
+            self._weights[name][numbers], self._means[name][numbers], self._squares[name][numbers] = value, mean, square
+        self._updates[part] += 1
+
+    def _loss(
+        self, weights: Parameters, real: Tensor, own: Tensor, fakes: Tensor, labels: Tensor, mixing: Tensor
+    ) -> Tensor:
+        """Of one discriminator: D(fake) − D(real), and slopes between the two that are not 1."""
+
+        def says(images: Tensor, of: Tensor) -> Tensor:
+            return functional_call(self._critic, weights, (images, of))
+
+        u = mixing[: len(fakes), None, None, None]
+        between = u * real[: len(fakes)] + (1 - u) * fakes
+        slopes = grad(lambda images: says(images, labels).sum())(between).flatten(1)
+        lengths = (slopes.square().sum(dim=1) + 1e-12).sqrt()
+        wasserstein = says(fakes, labels).mean() - says(real, own).mean()
+        return wasserstein + self._penalty * (lengths - 1).square().mean()
+
+    def state(self) -> dict[str, Tensor]:
+        tables = {"weights": self._weights, "means": self._means, "squares": self._squares}
+        state = {f"{table}.{name}": value for table, values in tables.items() for name, value in values.items()}
+        return state | {"updates": self._updates}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for table, values in (("weights", self._weights), ("means", self._means), ("squares", self._squares)):
+            for name, value in values.items():
+                value.copy_(state[f"{table}.{name}"])
+        self._updates.copy_(state["updates"])

@@ -1,0 +1,25 @@
+"""What DP-MERF releases a noisy version of: class sums of random Fourier features, and counts."""
+
+from collections.abc import Iterator
+
+import torch
+
+from datalens.bounded.contributions import BoundedSum
+from datalens.bounded.outer import Outer, sum_outer
+from datalens.fourier import Fourier
+from datalens.private.pool import Pool
+
+CHUNK = 2048  # records at a time
+
+
+def embed(pool: Pool, fourier: Fourier, *, classes: int, grid: int, counted: int) -> BoundedSum:
+    """[classes, features and a count]: a record's row is as long as `grid`, and a function of that record alone."""
+    room = int((grid**2 - counted**2) ** 0.5)
+
+    def rows() -> Iterator[Outer]:
+        for images, labels in pool.chunks(CHUNK):
+            features = fourier.whole(images.cpu(), grid=room)
+            one = torch.full((len(features), 1), float(counted), dtype=torch.float64)
+            yield Outer(slots=labels.cpu(), left=torch.ones_like(one), right=torch.cat([features, one], dim=1))
+
+    return sum_outer(rows(), slots=classes, left_bound=1, right_bound=grid)

@@ -1,0 +1,57 @@
+"""From a released mean embedding to a generator whose images have the same one. Post-processing."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from datalens import streams
+from datalens.fourier import Fourier
+from datalens.learner import Learner
+from datalens.privacy.released import Released
+from datalens.progress import bar
+from datalens.released.generator import Generator, draw_latent
+
+PRESENT = 4.0  # standard deviations of noise that a class's count must stand above zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """Mean features of each class [classes, size], zero where there seems to be no record; and which have some."""
+
+    means: Tensor
+    present: Tensor  # [classes] bool
+
+
+def read_embedding(released: Released, *, grid: int, counted: int) -> Embedding:
+    if not isinstance(released, Released):
+        raise TypeError("an embedding is read from released values only")
+    value = torch.from_numpy(released.value.astype("float64"))
+    room = int((grid**2 - counted**2) ** 0.5)
+    counts = value[:, -1:] / counted
+    present = counts > max(1.0, PRESENT * released.event.sigma / counted)
+    means = torch.where(present, value[:, :-1] / room / counts.clamp(min=1.0), 0.0)
+    return Embedding(means=means.to(torch.float32), present=present.squeeze(1))
+
+
+def fit(
+    generator: Generator, embedding: Embedding, fourier: Fourier, *, steps: int, batch: int, rate: float, seed: int
+) -> Generator:
+    """Minimise the squared distance of mean embeddings (MMD), class by class, over `batch` images of each."""
+    device = next(generator.parameters()).device
+    means, present = embedding.means.to(device), embedding.present.to(device)
+    learner = Learner(generator, rate=rate, betas=(0.9, 0.999))
+    labels = torch.arange(len(means), device=device).repeat_interleave(batch)
+    with bar("generator", steps) as (progress, task):
+        for step in range(steps):
+            learner.rate(rate * (1 + math.cos(math.pi * step / steps)) / 2)
+            random = streams.generator(seed, "fakes", step)
+            images = generator(draw_latent(len(labels), generator.architecture, random).to(device), labels)
+            sums = fourier.features(images).unflatten(0, (len(means), batch)).sum(dim=1)
+            # Without the pairs of an image with itself (features have norm 1): else few images would look too varied.
+            own = (sums.square().sum(dim=1) - batch) / (batch * (batch - 1))
+            distance = own - 2 * (sums * means).sum(dim=1) / batch + means.square().sum(dim=1)
+            learner.step(distance[present].sum())
+            progress.advance(task)
+    return generator

@@ -1,0 +1,15 @@
+"""A generator follows released gradients of its images."""
+
+import torch
+from torch import Tensor
+
+from datalens.learner import Learner
+from datalens.privacy.released import Released
+
+
+def follow(student: Learner, images: Tensor, released: Released) -> None:
+    """One step of the student that moves each image along its released gradient [images, d]."""
+    if not isinstance(released, Released):
+        raise TypeError("a generator follows released gradients only")
+    direction = torch.from_numpy(released.value).to(images).view_as(images)
+    student.step(-(images * direction).sum() / len(images))

@@ -1,0 +1,122 @@
+"""A student with a critic: it generates, is told how many teachers take each image for real, and learns from that alone
+(PATE-GAN, Algorithm 1).
+
+The critic learns from generated images and their released labels; the generator learns from the critic.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from datalens import streams
+from datalens.basis import make_basis
+from datalens.critics import initialise_critic
+from datalens.learner import Learner
+from datalens.privacy.released import Released
+from datalens.released.generator import Generator, draw_latent, fresh_generator
+from datalens.released.student import Fakes
+
+LabelName = Literal["majority", "counts"]
+
+
+class CriticStudent:
+    """Every batch is a function of (seed, step), so a resumed run draws the same."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        critic: nn.Module,
+        *,
+        teachers: int,
+        labels: LabelName,
+        batch: int,
+        jitter: float,
+        memory: int,
+        latent: int,
+        critic_steps: int,
+        critic_rate: float,
+        generator_steps: int,
+        generator_batch: int,
+        generator_rate: float,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.generator: Generator = fresh_generator(shape, classes, latent=latent, seed=seed).to(device)
+        initialise_critic(critic, streams.generator(seed, "critic"))
+        self._critic = Learner(critic.to(device), rate=critic_rate)
+        self._student = Learner(self.generator, rate=generator_rate)
+        self._teachers = teachers
+        self._labels = labels
+        self._batch, self._classes = batch, classes
+        self._jitter, self._basis = jitter, make_basis("dct", shape, JITTERED)
+        self._critic_steps, self._generator_steps = critic_steps, generator_steps
+        self._generator_batch = generator_batch
+        self._seed, self._device = seed, device
+        # What was asked and answered lately, to learn from again.
+        self._images = torch.zeros(memory * batch, *shape, device=device)
+        self._asked = torch.zeros(memory * batch, dtype=torch.int64, device=device)
+        self._answers = torch.zeros(memory * batch, device=device)
+        self._known = 0
+
+    def generate(self, step: int) -> Fakes:
+        """Images to ask about, one class after the other, each moved a little along low-frequency cosines at random."""
+        random = streams.generator(self._seed, "fakes", step)
+        z = draw_latent(self._batch, self.generator.architecture, random).to(self._device)
+        first = int(torch.randint(self._classes, (), generator=random))
+        labels = (first + torch.arange(self._batch, device=self._device)) % self._classes
+        with torch.no_grad():
+            images = self.generator.train()(z, labels)
+            move = self._basis.inverse(torch.randn(self._batch, self._basis.size, generator=random))
+            images = (images + self._jitter * move.to(self._device)).clamp(0, 1)
+        return Fakes(images=images, labels=labels, step=step)
+
+    def learn(self, fakes: Fakes, released: Released) -> None:
+        """The critic from the answers, then the generator from the critic."""
+        if not isinstance(released, Released):
+            raise TypeError("the student learns from released values only")
+        self._remember(fakes, self._targets(released))
+        random = streams.generator(self._seed, "learning", fakes.step)
+        critic = self._critic.module
+        for _ in range(self._critic_steps):
+            some = torch.randint(self._known, (self._batch,), generator=random).to(self._device)
+            says = critic(self._images[some], self._asked[some])
+            # Answers with noise may lie outside [0, 1]: the slope of this loss is sigmoid(says) − answer all the same.
+            self._critic.step((F.softplus(says) - self._answers[some] * says).mean())
+        for _ in range(self._generator_steps):
+            z = draw_latent(self._generator_batch, self.generator.architecture, random).to(self._device)
+            labels = torch.randint(self._classes, (self._generator_batch,), generator=random).to(self._device)
+            self._student.step(F.softplus(-critic(self.generator.train()(z, labels), labels)).mean())
+
+    def _targets(self, released: Released) -> Tensor:
+        """[m]: 1 for real and 0 for fake, by majority; or the part of the teachers that say real."""
+        fake, real = torch.from_numpy(released.value).to(torch.float32).unbind(dim=1)
+        if self._labels == "majority":
+            return (real > fake).to(torch.float32)
+        return 0.5 + (real - fake) / (2 * self._teachers)
+
+    def _remember(self, fakes: Fakes, answers: Tensor) -> None:
+        start = fakes.step * self._batch % len(self._images)
+        place = slice(start, start + self._batch)
+        self._images[place], self._asked[place] = fakes.images, fakes.labels
+        self._answers[place] = answers.to(self._device)
+        self._known = min(len(self._images), (fakes.step + 1) * self._batch)
+
+    def state(self) -> dict[str, Tensor]:
+        parts = {"critic": self._critic, "generator": self._student}
+        state = {f"{part}.{name}": value for part, learner in parts.items() for name, value in learner.state().items()}
+        memory = {"images": self._images, "asked": self._asked, "answers": self._answers}
+        return state | memory | {"known": torch.tensor(self._known)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for part, learner in (("critic", self._critic), ("generator", self._student)):
+            prefix = f"{part}."
+            learner.load_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        for memory, name in ((self._images, "images"), (self._asked, "asked"), (self._answers, "answers")):
+            memory.copy_(state[name])
+        self._known = int(state["known"])
+
+
+JITTERED = 64  # cosines along which images are moved before teachers are asked
