@@ -206,11 +206,50 @@ class MomentSettings:
         return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
 
 
-AnySettings = Settings | MomentSettings
+@dataclass(frozen=True, kw_only=True)
+class SgdSettings:
+    """Everything a run of DP-SGD does, resolved and public (see `methods.dpsgd`)."""
+
+    method: Literal["dpsgd"]
+    preset: str
+    seed: int
+    noise_seeded: bool
+    noise: Literal["gaussian"]
+    network: Literal["cnn", "linear"]
+    extractor: str  # "none", or the frozen network whose features the model sees
+    extractor_sha256: str
+    features: int  # how many; of pixels: 0
+    selector: Literal["norm", "dim", "none"]
+    topk: float
+    clip: float
+    sigma: float  # noise multiplier: the noise on every coordinate is sigma · bound
+    batch_size: int  # expected
+    steps: int
+    rate: float  # learning rate
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
+        settings = _checked(cls, fields, zero=("features",))
+        if not (0 < settings.topk <= 1 and settings.clip > 0):
+            raise DatalensError("the settings topk and clip cannot be these")
+        return settings
+
+    @property
+    def bound(self) -> float:
+        """What a record's compressed gradient is brought down to: √k·C where k is of the norm, else C."""
+        return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
+
+
+AnySettings = Settings | MomentSettings | SgdSettings
 
 
 def parse_settings(fields: dict[str, Any]) -> AnySettings:
     """From JSON, of whichever kind."""
+    if isinstance(fields, dict) and fields.get("method") == "dpsgd":
+        return SgdSettings.from_dict(fields)
     kind = MomentSettings if isinstance(fields, dict) and "warm_start" in fields else Settings
     return kind.from_dict(fields)
 
