@@ -243,7 +243,8 @@ class SgdSettings:
         return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
 
 
-AnySettings = Settings | MomentSettings | SgdSettings
+TrainSettings = Settings | MomentSettings  # of `datalens train`
+AnySettings = TrainSettings | SgdSettings
 
 
 def parse_settings(fields: dict[str, Any]) -> AnySettings:

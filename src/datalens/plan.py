@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from datalens.config import AnySettings, MomentSettings, NoiseName, Settings, TrainOptions
+from datalens.config import MomentSettings, NoiseName, Settings, TrainOptions, TrainSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.presets import HIDDEN, preset
@@ -18,7 +18,7 @@ _OVERRIDES = (
 )
 
 
-def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, AnySettings]:
+def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
     if starts_from_moments(options):
         budget = _budget(options)
@@ -140,7 +140,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
     )
 
 
-def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+def costs(settings: TrainSettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
     """What each part of a plan costs, and how loud its noise will be beside what it says. Public facts only."""
     mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
     if isinstance(settings, Settings):

@@ -99,7 +99,9 @@ def train(options: SgdOptions) -> dict[str, Any]:
         )
     try:
         if run.config["data_sha256"] != data.sha256:
-            raise DatalensError(f"{options.data} is not what {options.out} was begun with: put it back, or start another")
+            raise DatalensError(
+                f"{options.data} is not what {options.out} was begun with: put it back, or start another"
+            )
         return _train(run, settings, data, device, began)
     finally:
         run.close()
@@ -113,9 +115,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
     schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
-    budget = Budget(
-        epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant
-    )
+    budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)
     small = min(schema.height, schema.width) < 14

@@ -11,7 +11,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datalens.config import AnySettings, MomentSettings, Settings, TrainOptions, options_as_dict, parse_settings
+from datalens.config import (
+    MomentSettings,
+    Settings,
+    SgdSettings,
+    TrainOptions,
+    TrainSettings,
+    options_as_dict,
+    parse_settings,
+)
 from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
@@ -37,7 +45,7 @@ class Job:
     """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
 
     options: dict[str, Any]
-    settings: AnySettings
+    settings: TrainSettings
     schema: Schema
     budget: Budget | None
     begun: bool
@@ -221,6 +229,8 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
+    if isinstance(settings, SgdSettings):
+        raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
     if isinstance(settings, Settings):
         check_settings(settings.as_dict(), schema)
     else:
@@ -316,7 +326,7 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
     )
 
 
-def _law(settings: AnySettings) -> str:
+def _law(settings: TrainSettings) -> str:
     """Which noise, for a person; and why not the exact one, where that could be had."""
     from datalens.privacy.noise import opendp_installed
 

@@ -38,15 +38,15 @@ class Sgd:
     """Noise multiplier."""
     clip: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 10; with features: 1)")] = None
     """What the norm of a record's gradient is clipped to."""
-    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 512, or 1/20 of the records)")] = (
-        None
-    )
+    batch_size: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 512, or 1/20 of the records)")
+    ] = None
     """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
     lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.1; with features: 0.5)")] = None
     """Learning rate."""
-    epochs: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")] = (
-        None
-    )
+    epochs: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")
+    ] = None
     """How often a record is in, on average."""
     network: Annotated[
         Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")

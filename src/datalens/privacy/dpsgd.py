@@ -75,7 +75,9 @@ class GradientGate:
     | a ledger with events of another schedule | refused at the start |
     """
 
-    def __init__(self, ledger: Ledger, schedule: Schedule, noise: NoiseSource, *, left: int = 0) -> None:
+    def __init__(
+        self, ledger: Ledger, schedule: Schedule, noise: NoiseSource, *, left: int = 0, blocks: int = BLOCKS
+    ) -> None:
         if ledger.budget.relation != "add-remove":
             raise DatalensError(
                 "Poisson samples of records are priced for add-remove only: under replace-one nobody has proved their "
@@ -94,6 +96,7 @@ class GradientGate:
         if not 0 <= left <= self.charged:
             raise DatalensError(f"{left} steps cannot be left of {self.charged} that were charged")
         self.left = left  # charged, and not taken yet
+        self._block = max(1, math.ceil(schedule.steps / blocks))
         self._number = len(ledger.events) - 1
 
     def release(self, contributions: BoundedSum) -> Released:
@@ -116,7 +119,7 @@ class GradientGate:
                 f"all {self.schedule.steps} steps of the schedule are charged: nothing was released; train for more "
                 "epochs from the start, with another ledger"
             )
-        block = min(rest, max(1, math.ceil(self.schedule.steps / BLOCKS)))
+        block = min(rest, self._block)
         event = self.schedule.event(repeats=block, step=self.charged, noise=self.noise.origin)
         self._number = self.ledger.charge(event)  # durable; raises before overspending
         self.charged += block

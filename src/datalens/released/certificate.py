@@ -346,7 +346,7 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
 
 
 def _impossible_sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """The same for a run of DP-SGD: how long a record's row is, how often it may be in, and how many steps there are."""
+    """The same for a run of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
     found = []
     steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
     if len(steps) != len(events) or any(event.row_unit != "record" for event in steps):

@@ -210,7 +210,9 @@ def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
     if not {"private", "statement"} <= set(certificate):
         raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
     if certificates.weights_of(certificate) == certificates.MODEL:
-        raise DatalensError(f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`")
+        raise DatalensError(
+            f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
+        )
     generator, names = load_generator(release)
     images, labels = draw(generator, count=count, seed=seed, classes=len(names))
     return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)

@@ -17,7 +17,7 @@ from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce import figure2, runtime
+from datalens.reproduce import appendix_a, dpsgd, figure2, runtime
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def tables() -> dict[str, Table]:
 
 
 def listing() -> dict[str, str]:
-    own = {"runtime": runtime.TITLE, "figure2": figure2.TITLE}
+    own = {"runtime": runtime.TITLE, "figure2": figure2.TITLE, **appendix_a.TITLES}
     return {name: table.title for name, table in tables().items()} | own
 
 
@@ -90,6 +90,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
         _check_folder(name, known[name].cells(full) if name in known else [], data_folder)
     if name == "runtime":
         return runtime.reproduce(full=full, out=out, device=device)
+    if name in appendix_a.TITLES:
+        return dpsgd.reproduce(name, full=full, out=out, device=device)
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device)
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
