@@ -226,6 +226,7 @@ class SgdSettings:
     batch_size: int  # expected
     steps: int
     rate: float  # learning rate
+    average: bool  # what is released: the mean of the weights over the second half of the steps, or the last ones
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

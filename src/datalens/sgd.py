@@ -4,6 +4,7 @@ Steps are charged in blocks. A run that is asked to stop finishes its step and p
 is killed loses what it had not saved, and the block: both stay charged.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -53,6 +54,7 @@ class SgdOptions:
     epochs: float | None = None
     network: Literal["cnn", "linear"] | None = None
     extractor: str | None = None
+    last: bool = False
     accountant: AccountantName = "prv"
     nominal_size: int | None = None
     data_folder: Path | None = None
@@ -122,6 +124,8 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     network = options.network or ("linear" if extractor or small else "cnn")
     if extractor and network != "linear":
         raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
+    if small and network == "cnn":
+        raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
     epochs = options.epochs
     if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
         epochs = 15.0
@@ -157,6 +161,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         batch_size=made.batch_size,
         steps=made.schedule.steps,
         rate=rate,
+        average=not options.last,
     )
     return settings, schema, budget
 
@@ -235,7 +240,11 @@ def ready(x: "Tensor") -> "Tensor":
 
 
 class Trainer:
-    """The model and its optimizer, a step at a time; what a checkpoint keeps of them."""
+    """The model and its optimizer, a step at a time; what a checkpoint keeps of them.
+
+    `average` is the mean of the weights over the second half of the planned steps: most of the noise of single steps
+    cancels in it, and as it is made of released weights alone, it costs nothing.
+    """
 
     def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float) -> None:
         import torch
@@ -243,6 +252,8 @@ class Trainer:
         from datalens.methods.dpsgd import PrivateOptimizer, sampled_module
 
         self.model, self._gate = model, gate
+        self.average = copy.deepcopy(model)
+        self._taken = self._averaged = 0  # steps, and how many of them are in the average
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
 
@@ -261,25 +272,37 @@ class Trainer:
             # Each record's own gradient: a mean over the part, which Opacus multiplies by its size again.
             F.cross_entropy(self._sampled(ready(x[part])), y[part]).backward()
             self._optimizer.step()
-
-    def accuracy(self, x: "Tensor", y: "Tensor") -> float:
-        """For the owner: what is found on real records is not covered by ε."""
-        import torch
-
-        self.model.eval()
+        self._taken += 1
+        late = self._taken > self._gate.schedule.steps // 2
+        self._averaged = self._averaged + 1 if late else 1
         with torch.no_grad():
-            right = sum(
-                int((self.model(ready(a)).argmax(dim=1) == b).sum())
-                for a, b in zip(x.split(2000), y.split(2000), strict=True)
-            )
-        self.model.train()
-        return right / len(y)
+            for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(now, 1 / self._averaged)
 
     def state(self) -> "dict[str, Tensor]":
-        return {name: value.detach() for name, value in self.model.state_dict().items()}
+        import torch
+
+        counts = {"taken": torch.tensor(self._taken), "averaged": torch.tensor(self._averaged)}
+        last = {f"model.{name}": value.detach() for name, value in self.model.state_dict().items()}
+        return counts | last | {f"average.{name}": value.detach() for name, value in self.average.state_dict().items()}
 
     def load_state(self, state: "dict[str, Tensor]") -> None:
-        self.model.load_state_dict(state)
+        self._taken, self._averaged = int(state["taken"]), int(state["averaged"])
+        for name, model in (("model.", self.model), ("average.", self.average)):
+            model.load_state_dict({key.removeprefix(name): v for key, v in state.items() if key.startswith(name)})
+
+
+def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
+    """For the owner: what is found on real records is not covered by ε."""
+    import torch
+
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        parts = zip(x.split(2000), y.split(2000), strict=True)
+        right = sum(int((model(ready(a)).argmax(dim=1) == b).sum()) for a, b in parts)
+    model.train(was)
+    return right / len(y)
 
 
 class _Nobody:
@@ -342,11 +365,12 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
     if run.interrupted:
         _park(run.path, gate.left)
-    write_model(run.path, trainer.model, settings=settings, schema=run.schema, ledger=run.ledger)
-    accuracy = None if data.test is None else trainer.accuracy(*data.test)
+    model = trainer.average if settings.average else trainer.model
+    write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    reached = None if data.test is None else accuracy(model, *data.test)
     facts = {
         "run": str(run.path),
-        "accuracy": accuracy,
+        "accuracy": reached,
         "epsilon": json_number(budget.epsilon),
         "epsilon_spent": json_number(run.ledger.spent()),
         "delta": budget.delta,
@@ -367,7 +391,7 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     lost = gate.charged - gate.left - run.completed
     wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    said = "" if accuracy is None else f" Accuracy on real test records, for the owner only: {accuracy:.4f}."
+    said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
     spent = budget.describe(run.ledger.spent())
     say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}{said}")
     return facts

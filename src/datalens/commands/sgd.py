@@ -48,6 +48,8 @@ class Sgd:
         float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")
     ] = None
     """How often a record is in, on average."""
+    last: bool = False
+    """Release the last weights, as the paper does, and not their mean over the second half of the steps."""
     network: Annotated[
         Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
     ] = None

@@ -1,0 +1,1 @@
+"""Speed, each claim a command that prints JSON. A package, because Opacus installs one of the same name."""
