@@ -20,7 +20,7 @@ def note(full: bool) -> str:
         "but of their weights the mean over the second half of the steps, which costs no "
         "privacy. **That choice is not covered by ε**. Steps are what ε buys by the PRV accountant."
         if full
-        else "**quick: 100 steps of fixed settings, one seed, and of CIFAR-10 3000 training and 2000 test records; "
+        else "**quick: 100 steps of fixed settings, one seed, and of CIFAR-10 2000 training and 1000 test records; "
         "noise is what ε then needs. Not comparable with the paper's figures.**"
     )
     return (
