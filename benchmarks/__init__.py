@@ -1,1 +1,1 @@
-"""What the documentation claims about speed, each a command. (A package, since Opacus installs one of this name.)"""
+"""Speed, each claim a command that prints JSON. A package, because Opacus installs one of the same name."""

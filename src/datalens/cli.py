@@ -17,6 +17,7 @@ from datalens.commands.evaluate import Evaluate
 from datalens.commands.plan import Plan
 from datalens.commands.reproduce import Reproduce
 from datalens.commands.sample import Sample
+from datalens.commands.sgd import Sgd
 from datalens.commands.verify import Verify
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError, SaidElsewhere
@@ -24,6 +25,7 @@ from datalens.errors import DatalensError, SaidElsewhere
 Command = (
     Annotated[TrainOptions, subcommand("train")]
     | Annotated[Plan, subcommand("plan")]
+    | Annotated[Sgd, subcommand("sgd")]
     | Annotated[Sample, subcommand("sample")]
     | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Account, subcommand("account")]

@@ -289,11 +289,52 @@ class MomentSettings:
         return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
 
 
-AnySettings = Union[Settings, MomentSettings, "PeerSettings"]
+@dataclass(frozen=True, kw_only=True)
+class SgdSettings:
+    """Everything a run of DP-SGD does, resolved and public (see `methods.dpsgd`)."""
+
+    method: Literal["dpsgd"]
+    preset: str
+    seed: int
+    noise_seeded: bool
+    noise: Literal["gaussian"]
+    network: Literal["cnn", "linear"]
+    extractor: str  # "none", or the frozen network whose features the model sees
+    extractor_sha256: str
+    features: int  # how many; of pixels: 0
+    selector: Literal["norm", "dim", "none"]
+    topk: float
+    clip: float
+    sigma: float  # noise multiplier: the noise on every coordinate is sigma · bound
+    batch_size: int  # expected
+    steps: int
+    rate: float  # learning rate
+    average: bool  # what is released: the mean of the weights over the second half of the steps, or the last ones
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
+        settings = checked(cls, fields, zero=("features",))
+        if not (0 < settings.topk <= 1 and settings.clip > 0):
+            raise DatalensError("the settings topk and clip cannot be these")
+        return settings
+
+    @property
+    def bound(self) -> float:
+        """What a record's compressed gradient is brought down to: √k·C where k is of the norm, else C."""
+        return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
+
+
+TrainSettings = Union[Settings, MomentSettings, "PeerSettings"]  # of `datalens train`
+AnySettings = Union[Settings, MomentSettings, "PeerSettings", SgdSettings]
 
 
 def parse_settings(fields: dict[str, Any]) -> AnySettings:
     """From JSON, of whichever kind."""
+    if isinstance(fields, dict) and fields.get("method") == "dpsgd":
+        return SgdSettings.from_dict(fields)
     from datalens.peers.table import METHODS
 
     if isinstance(fields, dict) and isinstance(fields.get("method"), str) and fields["method"] in METHODS:

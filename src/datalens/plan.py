@@ -9,11 +9,11 @@ from datalens.config import (
     OF_A_COMPRESSOR,
     OVERRIDES,
     REAL_ROWS,
-    AnySettings,
     MomentSettings,
     NoiseName,
     Settings,
     TrainOptions,
+    TrainSettings,
 )
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
@@ -26,7 +26,7 @@ from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
 
 
-def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, AnySettings]:
+def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
     if options.method in METHODS:
         budget = _budget(options)
@@ -177,7 +177,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
     return settings
 
 
-def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+def costs(settings: TrainSettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
     """What each part of a plan costs, and how loud its noise will be beside what it says. Public facts only."""
     if isinstance(settings, PeerSettings):
         return _peer_costs(settings, schema, budget)

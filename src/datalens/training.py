@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from datalens.config import (
     REAL_ROWS,
-    AnySettings,
     MomentSettings,
     Settings,
+    SgdSettings,
     TrainOptions,
+    TrainSettings,
     options_as_dict,
     parse_settings,
 )
@@ -48,7 +49,7 @@ class Job:
     """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
 
     options: dict[str, Any]
-    settings: AnySettings
+    settings: TrainSettings
     schema: Schema
     budget: Budget | None
     begun: bool
@@ -274,6 +275,8 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
+    if isinstance(settings, SgdSettings):
+        raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
     if isinstance(settings, PeerSettings):
         settings.check(schema)
     elif isinstance(settings, Settings):
@@ -381,7 +384,7 @@ def _rows(s: Settings) -> str:
     return f"k = {s.k} of {s.basis_size}{sketched}"
 
 
-def _law(settings: AnySettings) -> str:
+def _law(settings: TrainSettings) -> str:
     """Which noise, for a person; and why not the exact one, where that could be had."""
     from datalens.privacy.noise import opendp_installed
 

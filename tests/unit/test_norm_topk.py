@@ -1,7 +1,6 @@
 """NormTopK against a literal reading of Algorithm 4, the length of every row, and a twin that keeps too much."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datalens.bounded import norm_topk
-from datalens.bounded.norm_topk import (
-    ROUNDING,
-    NormTopK,
-    Selector,
-    all_at_once,
-    by_bisection,
-    by_sorting,
-    largest_dropped,
-    row_by_row,
-)
+from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector, by_bisection, keep_largest, largest_dropped
 from datalens.errors import DatalensError
 
 
@@ -70,28 +60,31 @@ def test_what_is_kept_is_algorithm_4s(values: list[float], k: float) -> None:
     np.testing.assert_allclose(ours.numpy(), algorithm_4(g, k), rtol=1e-6)
 
 
+def kept(rows: Tensor, k: float) -> Tensor:
+    """Dense, of what `keep_largest` keeps."""
+    found = torch.zeros_like(rows)
+    for row, place in zip(rows.numpy(), found.numpy(), strict=True):
+        at, values, _ = keep_largest(row, k)
+        place[at] = values
+    return found
+
+
 def test_on_long_rows_too() -> None:
     rows = heavy(4, 9001)
+    rows[1, ::17] = 0.0  # the sample, every 17th, sees nothing of it
     for k in (0.2, 0.6, 0.8, 0.95):
-        kept, squares = NormTopK(clip=1.0, topk=k).compress(rows)
         expected = [algorithm_4(row.double().numpy(), k) for row in rows]
-        np.testing.assert_array_equal(kept.numpy(), np.array(expected, dtype=np.float32))
-        np.testing.assert_allclose(squares, (rows.double() ** 2).sum(dim=1), rtol=1e-5)
+        np.testing.assert_array_equal(kept(rows, k).numpy(), np.array(expected, dtype=np.float32))
 
 
-@pytest.mark.parametrize("find", [by_sorting, by_bisection, largest_dropped])
 @pytest.mark.parametrize("k", [0.05, 0.5, 0.8])
-def test_all_ways_find_the_same_limit(find: Callable[[Tensor, float], tuple[Tensor, Tensor]], k: float) -> None:
+def test_halving_keeps_as_much_as_fits(k: float) -> None:
     rows = torch.cat([heavy(5, 8192), torch.zeros(1, 8192)])
-    # A row where the sample, every 17th, sees nothing of what matters; and one of equal sizes.
-    rows[1, ::17] = 0.0
-    rows[2] = 0.5
-    limits, squares = find(rows, k)
-    for row, limit, square in zip(rows.double(), limits[:, 0].double(), squares, strict=True):
-        above = (row[row.abs() > limit] ** 2).sum()
-        at_least = (row[row.abs() >= limit] ** 2).sum()
-        assert above <= k * square * (1 + 1e-6)
-        assert at_least >= k * square * (1 - 1e-6)  # no more would have fitted
+    rows[2] = 0.5  # of equal size
+    for row, limit in zip(rows.double(), by_bisection(rows, k)[:, 0].double(), strict=True):
+        whole = (row**2).sum()
+        assert (row[row.abs() > limit] ** 2).sum() <= k * whole * (1 + 1e-6)
+        assert (row[row.abs() >= limit] ** 2).sum() >= k * whole * (1 - 1e-6)  # no more would have fitted
 
 
 @given(
@@ -109,21 +102,24 @@ def test_no_row_is_longer_than_its_bound(seed: int, k: float, clip: float, scale
     assert longest(compress, heavy(3, 60, seed) * scale) <= 1.0
 
 
-class OneTooMany(NormTopK):
-    """Keeps the largest coordinate that has to go; and nobody looks at the length afterwards."""
-
-    def compress(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        limits, squares = by_sorting(rows, self.topk)
-        return torch.where(rows.abs() >= limits, rows, 0.0), squares
+def one_too_many(row: np.ndarray, k: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Keeps the largest coordinate that has to go, too."""
+    at, _, whole = keep_largest(row, k)
+    rest = np.abs(row)
+    rest[at] = 0.0
+    at = np.append(at, np.argmax(rest))
+    return at, row[at].astype(np.float64), whole
 
 
 def test_a_twin_that_keeps_one_too_many_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = heavy(6, 60)
-    assert longest(OneTooMany(clip=0.5, topk=0.6), rows) <= 1.0  # what is kept is measured, and scaled
-    trusting = lambda kept, squares, *, clip, bound: (clip / squares.sqrt()).clamp(max=1.0)  # noqa: E731
+    rows, compress = heavy(6, 60), NormTopK(clip=0.5, topk=0.6)
+    monkeypatch.setattr(norm_topk, "keep_largest", one_too_many)
+    assert longest(compress, rows) <= 1.0  # what is kept is measured, and scaled
+    trusting = lambda squares, kept, *, clip, bound: (clip / squares.sqrt()).clamp(max=1.0)  # noqa: E731
     monkeypatch.setattr(norm_topk, "bounded_scale", trusting)
-    assert longest(NormTopK(clip=0.5, topk=0.6), rows) <= 1.0
-    assert longest(OneTooMany(clip=0.5, topk=0.6), rows) > 1.01
+    assert longest(compress, rows) > 1.01  # and where nobody measures, this finds it
+    monkeypatch.setattr(norm_topk, "keep_largest", keep_largest)
+    assert longest(compress, rows) <= 1.0
 
 
 def test_long_flat_rows_keep_their_bound() -> None:
@@ -203,26 +199,33 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], said: str) -> Non
         NormTopK(**asked)
 
 
-def test_both_ways_to_drop_drop_the_same() -> None:
-    rows = heavy(3, 50)
-    limits = by_sorting(rows, 0.6)[0]
-    assert torch.equal(all_at_once(rows, limits), row_by_row(rows, limits))
+def test_where_rounding_leaves_all_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole that was summed too large: all is kept, and then its length is looked at."""
+    monkeypatch.setattr(np, "dot", lambda a, b: 6.0)
+    at, values, whole = keep_largest(np.array([1.0, 2.0], dtype=np.float32), 0.9)
+    assert (at.tolist(), values.tolist(), whole) == ([0, 1], [1.0, 2.0], 6.0)
 
 
-def test_where_rounding_leaves_all_that_may_stay() -> None:
-    """A whole that was summed too large: what is kept is all of it, and then its length is looked at."""
-    sizes = np.array([1.0, 2.0], dtype=np.float32)
-    limit = norm_topk._limit(sizes, whole=6.0, k=0.9)
-    assert 0 < limit < 1
-
-
-def test_the_kernel_finds_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(norm_topk, "kernels_for", lambda rows: True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+@pytest.mark.parametrize("kernel", [False, True])
+def test_dense_rows_give_the_same_sum(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: by halving, and by the Triton kernel (here in its interpreter)."""
+    if kernel:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(norm_topk, "kernels_for", lambda rows: True)
     rows = torch.cat([heavy(3, 5000), torch.zeros(1, 5000)])
-    limits, squares = largest_dropped(rows.to(device), 0.7)
-    kept = torch.where(rows.abs() > limits.cpu(), rows, 0.0)
-    expected = row_by_row(rows, by_sorting(rows, 0.7)[0])
-    assert (kept != expected).sum() <= 3  # sums in another order may decide about one more or less
-    torch.testing.assert_close(squares.cpu(), (rows.double() ** 2).sum(dim=1), rtol=1e-5, atol=0.0)
+    rows[0, 7] = math.nan
+    compress = NormTopK(clip=1.0, topk=0.7)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dense = torch.zeros(5000, device=device)
+    compress._add_rows(rows.to(device), dense)
+    expected = compress.sum([rows]).private_total[0]
+    torch.testing.assert_close(dense.cpu(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_kernel_finds_the_limit() -> None:
+    pytest.importorskip("triton")
+    from datalens.bounded.kernels import largest_dropped as on_gpu
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = heavy(3, 5000)
+    torch.testing.assert_close(on_gpu(rows.to(device), 0.7).cpu(), largest_dropped(rows, 0.7), rtol=1e-3, atol=0.0)

@@ -90,7 +90,7 @@ def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constex
 
 
 @triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
-def _largest_dropped(rows, limits, squares, k, D: tl.constexpr, BD: tl.constexpr):
+def _largest_dropped(rows, limits, k, D: tl.constexpr, BD: tl.constexpr):
     """A row stays in its processor's cache while the bits of the limit are halved down."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BD,), dtype=tl.float32)
@@ -112,15 +112,14 @@ def _largest_dropped(rows, limits, squares, k, D: tl.constexpr, BD: tl.constexpr
         low = tl.where(fits, low, middle)
         high = tl.where(fits, middle, high)
     tl.store(limits + row, high.to(tl.float32, bitcast=True))
-    tl.store(squares + row, whole)
 
 
-def largest_dropped(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
+def largest_dropped(rows: Tensor, k: float) -> Tensor:
     """`norm_topk.largest_dropped` of float32 [n, d]."""
     n, d = rows.shape
-    limits, squares = (torch.empty(n, dtype=torch.float32, device=rows.device) for _ in range(2))
-    _largest_dropped[(n,)](rows.contiguous(), limits, squares, k, d, min(4096, triton.next_power_of_2(d)), num_warps=8)
-    return limits.unsqueeze(1), squares.to(torch.float64)
+    limits = torch.empty(n, dtype=torch.float32, device=rows.device)
+    _largest_dropped[(n,)](rows.contiguous(), limits, k, d, min(4096, triton.next_power_of_2(d)), num_warps=8)
+    return limits.unsqueeze(1)
 
 
 def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: float) -> Tensor:

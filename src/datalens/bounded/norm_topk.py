@@ -104,98 +104,84 @@ class NormTopK:
         kind = torch.float64 if any(g.dtype == torch.float64 for g in flat) else torch.float32
         total = torch.zeros(d, dtype=kind, device=flat[0].device)
         size = max(1, (_GPU_BYTES if total.is_cuda else _CPU_BYTES) // (4 * d))
+        few = self.selector == "norm" and not total.is_cuda
         for start in range(0, len(flat[0]), size):
             rows = torch.cat([g[start : start + size].to(kind) for g in flat], dim=1)  # [some, d]
-            kept, squares = self.compress(rows)
-            total += bounded_scale(kept, squares, clip=self.clip, bound=self.bound).to(kind) @ kept
+            (self._add_few if few else self._add_rows)(rows, total)
         return total
 
-    def compress(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, d] rows with what is not kept set to zero, and [n] their squared norms before, float64.
-
-        The choice does not depend on how long a row is, so clipping can wait.
-        """
+    def _add_rows(self, rows: Tensor, total: Tensor) -> None:
+        """Dense: [n, d] rows with what is not kept set to zero."""
+        squares = _squared_norms(rows)
         if self.selector == "dim":
-            squares = _squared_norms(rows)
             kept = torch.where(top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), rows, 0.0)
         else:
-            limits, squares = largest_dropped(rows, self.topk)
-            kept = (all_at_once if rows.is_cuda else row_by_row)(rows, limits)
-        finite = squares.isfinite()
-        if not bool(finite.all()):  # NaN, or too large to square
-            kept = torch.where(finite.unsqueeze(1), kept, 0.0)
-        return kept, squares
+            kept = torch.where(rows.abs() > largest_dropped(rows, self.topk), rows, 0.0)
+        kept = torch.where(squares.isfinite().unsqueeze(1), kept, 0.0)  # NaN, or too large to square
+        total += bounded_scale(squares, _squared_norms(kept), clip=self.clip, bound=self.bound).to(total.dtype) @ kept
+
+    def _add_few(self, rows: Tensor, total: Tensor) -> None:
+        """Row by row, and of a row only what is kept, which is little: on a CPU every look at all of it counts."""
+        chosen = [keep_largest(row, self.topk) for row in rows.numpy()]
+        squares = torch.tensor([[whole, float(np.dot(v, v))] for _, v, whole in chosen], dtype=torch.float64)
+        scales = bounded_scale(squares[:, 0], squares[:, 1], clip=self.clip, bound=self.bound).tolist()
+        summed = total.numpy()
+        for (at, values, _), scale in zip(chosen, scales, strict=True):
+            summed[at] += scale * values
 
 
-def bounded_scale(kept: Tensor, squares: Tensor, *, clip: float, bound: float) -> Tensor:
-    """By what each row is multiplied: clipped as it came, and then short enough whatever was kept of it. [n] float64"""
+def bounded_scale(squares: Tensor, kept: Tensor, *, clip: float, bound: float) -> Tensor:
+    """By what each row is multiplied: clipped as it came, and then short enough whatever was kept of it. [n] float64
+
+    `squares`, `kept`: squared norms of the whole row and of what is added of it, [n] float64.
+    """
     scale = (clip / squares.sqrt()).clamp(max=1.0)
-    length = _squared_norms(kept).sqrt() * scale
+    length = kept.sqrt() * scale
     scale = scale * (bound / length).clamp(max=1.0)
     return torch.where(length > 0, scale, 0.0)  # where it is 0, or no number, there is nothing
-
-
-def largest_dropped(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """[n, 1] per row the smallest size such that the squares of what is larger sum to at most k of all squares.
-
-    And that sum of all squares, [n] float64. Of a row of zeros any size will do.
-    """
-    if kernels_for(rows):
-        from datalens.bounded.kernels import largest_dropped as on_gpu
-
-        return on_gpu(rows, k)
-    return by_bisection(rows, k) if rows.is_cuda else by_sorting(rows, k)
-
-
-def all_at_once(rows: Tensor, limits: Tensor) -> Tensor:
-    """Zero where a row is not larger than its limit."""
-    return torch.where(rows.abs() > limits, rows, 0.0)
-
-
-def row_by_row(rows: Tensor, limits: Tensor) -> Tensor:
-    """The same; on a CPU many times faster than `where` with a limit a row."""
-    kept = torch.empty_like(rows)
-    for row, limit, place in zip(rows, limits[:, 0].tolist(), kept, strict=True):
-        torch.ops.aten.hardshrink.out(row, limit, out=place)
-    return kept
 
 
 _EVERY, _FEWEST = 17, 2**12  # of a sample; not a power of two, in whose rhythm gradients of images repeat
 
 
-def by_sorting(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """Sorts only coordinates that can matter, which numpy does faster than a few masked sums over all of them."""
-    sizes = rows.abs().numpy()
-    limits, squares = np.zeros((len(rows), 1), dtype=sizes.dtype), np.zeros(len(rows))
-    for i, row in enumerate(sizes):
-        with np.errstate(over="ignore"):  # infinity is an answer
-            squares[i] = whole = float(np.dot(row, row))
-        if 0 < whole < math.inf:
-            limits[i] = _limit(row, whole, k)
-    return torch.from_numpy(limits), torch.from_numpy(squares)
+def keep_largest(row: np.ndarray, k: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Where the largest are whose squares sum to at most k of all, what is there (float64), and the sum of all squares.
 
-
-def _limit(sizes: np.ndarray, whole: float, k: float) -> np.floating:
-    """One row's. A sample says about how small the largest that goes is, and if that was wrong, a bound does.
-
-    Squares below (1 − k) of their mean always go: all of them together are less than what has to go.
+    A sample says about how large they are; if that was wrong, a bound does: squares below (1 − k) of their mean always
+    go, since all of them together are less than what has to go.
     """
-    floor = math.sqrt((1 - k) * whole / len(sizes)) * (1 - 1e-4)
+    with np.errstate(over="ignore", invalid="ignore"):
+        whole = float(np.dot(row, row))
+    if not 0 < whole < math.inf:
+        return np.zeros(0, dtype=np.intp), np.zeros(0), 0.0
+    sizes = np.abs(row)
+    floor = math.sqrt((1 - k) * whole / len(row)) * (1 - 1e-4)
     about = floor
-    if len(sizes) >= _FEWEST:
+    if len(row) >= _FEWEST:
         sample = np.sort(sizes[::_EVERY])
         sums = np.cumsum(sample * sample)
         about = 0.9 * float(sample[min(int(np.searchsorted(sums, (1 - k) * whole / _EVERY)), len(sample) - 1)])
     for lowest in (max(about, floor), floor):
-        may = np.compress(sizes >= lowest, sizes)
-        may.sort()
-        kept = int(np.searchsorted(np.cumsum(np.square(may[::-1], dtype=np.float64)), k * whole, side="right"))
-        if kept < len(may):
-            return may[-1 - kept]
-    return np.nextafter(may[0], 0, dtype=may.dtype)  # rounding: all that may stay do
+        at = np.flatnonzero(sizes >= lowest)
+        may = sizes[at]
+        rising = np.sort(may)
+        kept = int(np.searchsorted(np.cumsum(np.square(rising[::-1], dtype=np.float64)), k * whole, side="right"))
+        if kept < len(rising):  # the largest that is not kept is here, and all of its size go with it
+            at = at[may > rising[-1 - kept]]
+            break
+    return at, row[at].astype(np.float64), whole
 
 
-def by_bisection(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
+def largest_dropped(rows: Tensor, k: float) -> Tensor:
+    """[n, 1] per row the smallest size such that the squares of what is larger sum to at most k of all squares."""
+    if kernels_for(rows):
+        from datalens.bounded.kernels import largest_dropped as on_gpu
+
+        return on_gpu(rows, k)
+    return by_bisection(rows, k)
+
+
+def by_bisection(rows: Tensor, k: float) -> Tensor:
     """Floats that are not negative are ordered as their bits are: thirty-one halvings find the size exactly."""
     sizes = rows.abs().to(torch.float32)
     squares = sizes * sizes
@@ -207,7 +193,7 @@ def by_bisection(rows: Tensor, k: float) -> tuple[Tensor, Tensor]:
         kept = torch.where(sizes > middle.view(torch.float32), squares, 0.0).sum(dim=1, keepdim=True)
         fits = (kept <= k * whole) & (middle >= 0)
         low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
-    return high.view(torch.float32).to(rows.dtype), whole[:, 0]
+    return high.view(torch.float32).to(rows.dtype)
 
 
 def _squared_norms(rows: Tensor) -> Tensor:

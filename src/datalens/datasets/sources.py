@@ -255,7 +255,7 @@ def _fetch(name: str, entry: Entry, here: Path) -> None:
         try:
             for file, data in source.fetch(missing, here) if missing else ():
                 if file.matches(data):
-                    _store(here / file.name, data)
+                    store(here / file.name, data)
                 else:
                     say(f"{name}: {source}: {file.name} is corrupt or truncated; refused")
         except FAILURES as error:
@@ -287,7 +287,7 @@ def _remove_damaged(entry: Entry, here: Path) -> None:
                 raise DatalensError(f"{path} has the wrong checksum and cannot be removed: {error.strerror}") from None
 
 
-def _store(path: Path, data: bytes) -> None:
+def store(path: Path, data: bytes) -> None:
     """Whole or not at all: a reader never sees a file that is still being written."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

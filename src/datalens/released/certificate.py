@@ -12,15 +12,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, parse_settings
+from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
-from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, Event, GaussianEvent, UnknownEvent
+from datalens.privacy.events import (
+    LEAST_SMOOTH,
+    DiscreteGaussianEvent,
+    Event,
+    GaussianEvent,
+    SubsampledGaussianEvent,
+    UnknownEvent,
+)
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
+MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained
 PAGE = "CERTIFICATE.md"
 VERSION = 2
 # What a certificate of version 1, which had no page, did not say yet.
@@ -98,6 +106,13 @@ def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
             "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
             "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
         }
+    if isinstance(settings, SgdSettings):
+        kept = {"norm": "the largest squares, up to topk of the norm", "dim": "a share topk of the coordinates"}
+        return {
+            "name": "sums of per-record gradients over Poisson samples with Gaussian noise (DP-SGD, TopAgg); kept: "
+            + kept.get(settings.selector, "all"),
+            "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
+        }
     moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
     return {
         "name": "class sums and covariances of bounded rows with Gaussian noise (private moments)",
@@ -119,7 +134,7 @@ def _noise_of(settings: AnySettings) -> str:
         return settings.noise_said()
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
+    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.compress in REAL_ROWS)
     return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
@@ -127,6 +142,8 @@ def _price_of(settings: AnySettings) -> str:
     """By which theorem noise of this kind is paid for."""
     if isinstance(settings, PeerSettings):
         return settings.price_said()
+    if isinstance(settings, SgdSettings):
+        return "as Gaussian noise of variance (sigma·bound)² on a sum over a Poisson sample"
     if settings.noise == "gaussian":
         return "as Gaussian noise of variance sigma²"
     if isinstance(settings, MomentSettings) or settings.sigma >= LEAST_SMOOTH:
@@ -151,7 +168,8 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     epsilon, delta, spent = float(c["budget"]["epsilon"]), float(c["budget"]["delta"]), float(c["epsilon_spent"])
     stamp = "" if c["private"] else f" **{NOT_PRIVATE}.**"
     cost = f"ε = {spent:.4g} (δ = {delta:g}, {c['relation']}, {c['accountant']} accountant)"
-    lines = [f"# Privacy certificate: synthetic data made from {c['public']['name']}", "", f"**{c['statement']}**", ""]
+    made = "a classifier trained on" if c["settings"].get("method") == "dpsgd" else "synthetic data made from"
+    lines = [f"# Privacy certificate: {made} {c['public']['name']}", "", f"**{c['statement']}**", ""]
     if c["private"]:
         happens = "was in the data or not" if c["relation"] == "add-remove" else "was this one or any other"
         lines += [
@@ -215,7 +233,7 @@ def check_release(release: Path) -> Verification:
     """Recompute ε from the ledger and compare everything the certificate says that can be compared."""
     certificate = read_certificate(release)
     problems = []
-    for name in (LEDGER, WEIGHTS):
+    for name in (LEDGER, weights_of(certificate)):
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
@@ -261,6 +279,8 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
             found = _impossible_peer(settings, schema, budget, events)
         elif isinstance(settings, MomentSettings):
             found = _impossible_moments(settings, schema, events)
+        elif isinstance(settings, SgdSettings):
+            found = _impossible_sgd(settings, schema, events)
         else:
             found = _impossible(settings, budget, events)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
@@ -355,6 +375,31 @@ def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, eve
     return found
 
 
+def _impossible_sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
+    """The same for a run of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
+    found = []
+    steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
+    if len(steps) != len(events) or any(event.row_unit != "record" for event in steps):
+        found.append("the ledger has other events than steps over sampled records")
+    if any(event.sigma != settings.sigma * settings.bound for event in steps):
+        found.append("the settings state another sigma, topk or clip than the ledger")
+    if any(event.l2_bound < settings.bound for event in steps):
+        found.append("the ledger was charged for shorter rows than the settings state")
+    if any(event.rate != settings.batch_size / schema.nominal_size for event in steps):
+        found.append("the settings state another batch size than the ledger")
+    if sum(event.repeats for event in steps) > settings.steps:
+        found.append("the ledger has more steps than the settings state")
+    if any((event.noise == "seeded") != settings.noise_seeded for event in steps):
+        found.append("the settings are wrong about whether the noise was seeded")
+    return found
+
+
+def weights_of(certificate: dict[str, Any]) -> str:
+    """Which file of a release holds what was trained."""
+    settings = certificate.get("settings")
+    return MODEL if isinstance(settings, dict) and settings.get("method") == "dpsgd" else WEIGHTS
+
+
 def read_certificate(release: Path) -> dict[str, Any]:
     path = release / CERTIFICATE
     if not path.is_file():
@@ -370,7 +415,7 @@ def read_certificate(release: Path) -> dict[str, Any]:
 
 
 def release_hashes(release: Path) -> dict[str, str]:
-    return {name: _file_hash(release / name) for name in (LEDGER, WEIGHTS, PICTURE)}
+    return {name: _file_hash(release / name) for name in (LEDGER, WEIGHTS, PICTURE, MODEL) if (release / name).exists()}
 
 
 def _no_number(name: str) -> float:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from datalens import streams
-from datalens.config import AnySettings
+from datalens.config import AnySettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
+from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, recalibrated
 from datalens.released.moments import MomentModel, Start
 from datalens.released.synthetic import SyntheticDataset, grid
@@ -32,10 +34,6 @@ AnyGenerator = Generator | MomentModel
 
 def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, schema: Schema, ledger: Ledger) -> Path:
     """Write `release/` whole beside its place, then swap it in."""
-    draft, target, old = run / "release.new", run / "release", run / "release.old"
-    for leftover in (draft, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    draft.mkdir()
     if isinstance(generator, Generator):
         generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
         described: dict[str, object] = {"architecture": generator.architecture.as_dict()}
@@ -45,23 +43,54 @@ def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, 
         weights = {name: value.contiguous() for name, value in generator.tensors().items()}
     # One key: safetensors writes several in no fixed order, and equal weights would hash differently.
     metadata = {"generator": json.dumps({**described, "classes": schema.classes})}
-    try:
-        save_file(weights, draft / certificates.WEIGHTS, metadata=metadata)
-    except SafetensorError as error:  # also what it makes of a full disk
-        raise DatalensError(
-            f"cannot write {draft / certificates.WEIGHTS} ({error}): free some space, then continue with --resume"
-        ) from error
-    shutil.copyfile(run / "ledger.jsonl", draft / certificates.LEDGER)
     rows = min(10, len(schema.classes))
     shown = draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True)
-    grid(*shown, per_class=10).save(draft / certificates.PICTURE)
+    picture = grid(*shown, per_class=10)
+
+    def fill(draft: Path) -> None:
+        _save(weights, draft / certificates.WEIGHTS, metadata)
+        picture.save(draft / certificates.PICTURE)
+
+    return write_folder(run, fill, settings=settings, schema=schema, ledger=ledger)
+
+
+def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(weights, path, metadata=metadata)
+    except SafetensorError as error:  # also what it makes of a full disk
+        raise DatalensError(f"cannot write {path} ({error}): free some space, then continue with --resume") from error
+
+
+def write_model(run: Path, model: Classifier, *, settings: SgdSettings, schema: Schema, ledger: Ledger) -> Path:
+    """The same for a classifier, in the place of a generator and its picture."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    metadata = {"classifier": json.dumps({**model.described(), "classes": schema.classes})}
+    return write_folder(
+        run,
+        lambda draft: _save(weights, draft / certificates.MODEL, metadata),
+        settings=settings,
+        schema=schema,
+        ledger=ledger,
+    )
+
+
+def write_folder(
+    run: Path, fill: Callable[[Path], None], *, settings: AnySettings, schema: Schema, ledger: Ledger
+) -> Path:
+    """What `fill` puts there, the ledger and the certificate; whole, or not at all."""
+    draft, target, old = run / "release.new", run / "release", run / "release.old"
+    for leftover in (draft, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    draft.mkdir()
+    fill(draft)
+    shutil.copyfile(run / "ledger.jsonl", draft / certificates.LEDGER)
     certificate = certificates.make_certificate(
         settings=settings, schema=schema, ledger=ledger, sha256=certificates.release_hashes(draft)
     )
     (draft / certificates.PAGE).write_bytes(certificates.page_bytes(certificate))
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
-    (draft / certificates.WEIGHTS).chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # it comes as 0600
     for file in draft.iterdir():
+        file.chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # weights come as 0600
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
     if target.exists():
@@ -69,6 +98,29 @@ def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, 
     os.replace(draft, target)
     shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def load_classifier(release: Path) -> tuple[Classifier, tuple[str, ...]]:
+    """A classifier that `datalens sgd` trained, and the names of its classes."""
+    path = release / certificates.MODEL
+    if not path.is_file():
+        raise DatalensError(f"{release} has no {certificates.MODEL}: was it made by `datalens sgd`?")
+    try:
+        with safe_open(path, "pt") as file:
+            described = json.loads((file.metadata() or {})["classifier"])
+            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        names = tuple(str(name) for name in described.pop("classes"))
+        shape = tuple(int(side) for side in described["shape"])
+        if len(shape) not in (1, 3) or not 0 < math.prod(shape) <= MOST_PIXELS or not 0 < len(names) <= MOST_PIXELS:
+            raise ValueError("no classifier of ours sees images like that")
+        with torch.device("meta"):
+            model = Classifier(shape=shape, classes=len(names), network=described["network"])
+        model.load_state_dict(weights, assign=True)
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise DatalensError(
+            f"{path} is not a classifier of ours ({type(error).__name__}): fetch the release again"
+        ) from error
+    return model.eval(), names
 
 
 def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
@@ -167,6 +219,10 @@ def sample(
     certificate = certificates.read_certificate(release)
     if not {"private", "statement"} <= set(certificate):
         raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
+    if certificates.weights_of(certificate) == certificates.MODEL:
+        raise DatalensError(
+            f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
+        )
     generator, names = load_generator(release)
     images, labels = draw(generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced)
     return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)

@@ -17,7 +17,7 @@ from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce import figure2, runtime, table6
+from datalens.reproduce import appendix_a, dpsgd, figure2, runtime, table6
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def tables() -> dict[str, Table]:
 
 
 def listing() -> dict[str, str]:
-    own = {"runtime": runtime.TITLE, "table6": table6.TITLE, "figure2": figure2.TITLE}
+    own = {"runtime": runtime.TITLE, "table6": table6.TITLE, "figure2": figure2.TITLE, **appendix_a.TITLES}
     return {name: table.title for name, table in tables().items()} | own
 
 
@@ -97,6 +97,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
         return runtime.reproduce(full=full, out=out, device=device)
     if name == "table6":
         return table6.reproduce(full=full, out=out, device=device)
+    if name in appendix_a.TITLES:
+        return dpsgd.reproduce(name, full=full, out=out, device=device)
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device)
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"

@@ -1,0 +1,76 @@
+"""`datalens sgd`: a classifier by DP-SGD with TopAgg compression."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from datalens.commands.common import EXIT_INTERRUPTED, DataFolder, Json, show
+
+_SOLVED = arg(metavar="FLOAT", help_behavior_hint="(default: solved for, from --epochs)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """Train a classifier by DP-SGD, with compressed gradients, and write it with its certificate.
+
+    Leave --sigma out, and the noise is solved for; give it and leave --epochs out, and as many steps are taken as fit.
+    """
+
+    data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
+    """A named data set (see `datalens data list`) or an .npz file."""
+    data_folder: DataFolder = None
+    """Where a named data set lies that cannot be downloaded."""
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    """For your own file: about how many records it has, declared public."""
+    out: Path
+    """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
+    epsilon: float = 1.0
+    """Privacy budget; `inf` trains without noise and without any guarantee."""
+    delta: float = 1e-5
+    topk: float = 1.0
+    """A fraction: of the squared norm (norm) or of the coordinates (dim) that a record's gradient keeps. 1: all."""
+    selector: Literal["norm", "dim", "none"] = "norm"
+    """norm: noise shrinks by sqrt(topk) with the rows. dim: it does not."""
+    sigma: Annotated[float | None, _SOLVED] = None
+    """Noise multiplier."""
+    clip: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 10; with features: 1)")] = None
+    """What the norm of a record's gradient is clipped to."""
+    batch_size: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 512, or 1/20 of the records)")
+    ] = None
+    """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.1; with features: 0.5)")] = None
+    """Learning rate."""
+    epochs: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")
+    ] = None
+    """How often a record is in, on average."""
+    last: bool = False
+    """Release the last weights, as the paper does, and not their mean over the second half of the steps."""
+    network: Annotated[
+        Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
+    ] = None
+    extractor: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(default: for cifar10 only)")] = None
+    """A frozen network whose features are trained on: efficientnet-lite0, a file with ResNet-18 weights, or none."""
+    accountant: Literal["prv", "rdp", "rdp-improved", "pld", "moments"] = "prv"
+    """prv: Opacus's. rdp: the paper's. moments: of Abadi et al. 2016 (DPDL). All are shown by `datalens verify`."""
+    seed: int = 0
+    """Of the model's first weights only. Samples and noise come from the operating system."""
+    noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Seed samples and noise, for debugging: the run is stamped NOT PRIVATE."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: bool = False
+    """Continue the run in --out after an interruption."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.sgd import SgdOptions, train
+
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "json"}
+        result = train(SgdOptions(**asked))
+        accuracy = "unknown: there is no test split" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
+        show(result, [f"{result['run']}/release", f"accuracy on real test records: {accuracy}"], json=self.json)
+        return EXIT_INTERRUPTED if result["interrupted"] else 0

