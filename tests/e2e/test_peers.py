@@ -145,3 +145,14 @@ def test_a_plan_reads_nothing(monkeypatch, datalens, name):
     assert fields["settings"]["method"] == name
     assert len(fields["parts"]) >= 1
     assert name in datalens("plan", "--method", name, "--data", "mnist", *epsilon, "--preset", "quick").succeeded().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_gpu(datalens, tmp_path, name):
+    """Trained, resumed and verified there too."""
+    run = tmp_path / "run"
+    options = ("--method", name, "--data", "digits", *RUNS[name], "--device", "cuda")
+    datalens("train", *options, "--out", run).succeeded()
+    datalens("train", "--resume", "--out", run, "--device", "cuda").succeeded()
+    datalens("verify", run).succeeded()
