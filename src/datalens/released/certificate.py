@@ -340,6 +340,9 @@ def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, eve
     settings.check(schema)
     planned = [part.event for part in settings.schedule(schema, budget)]
     found = [] if events else ["the ledger has no release at all"]
+    shares = getattr(settings, "shares", None)
+    if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
+        found.append(f"{shares} shares are not private under {budget.relation} at this price")
     for event in events:
         if isinstance(event, UnknownEvent) or dataclasses.replace(event, step=0) not in planned:
             return [*found, "the ledger has other releases than the settings state"]
