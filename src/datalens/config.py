@@ -111,6 +111,26 @@ class TrainOptions:
     """sketch: columns of the table; fewer columns, more collisions."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
+    coordinates: _WholeNumber = None
+    """Private moments: low-frequency coordinates of an image."""
+    texture: _WholeNumber = None
+    """Private moments: coordinates of texture; 0: images without texture."""
+    texture_steps: _WholeNumber = None
+    """Private moments: gradient steps that carry an image to its texture."""
+    sums_quantile: _Number = None
+    """Private moments: class sums clip at this quantile of the norms, as released."""
+    covariances_quantile: _Number = None
+    """Private moments: covariances clip at this quantile."""
+    histogram_share: _Number = None
+    """Private moments: parts of the budget are in proportion to the shares. This one is of each histogram of norms."""
+    sums_share: _Number = None
+    """Private moments: share of class sums."""
+    covariances_share: _Number = None
+    """Private moments: share of class covariances."""
+    texture_sums_share: _Number = None
+    """Private moments: share of the class sums of texture."""
+    texture_covariances_share: _Number = None
+    """Private moments: share of its class covariances."""
     aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
     """pategan: Gaussian noise on the counts of votes, or Laplace noise, as published."""
     projections: _WholeNumber = None
@@ -129,7 +149,12 @@ OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
     *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
 )
-SPECIFIC = (*OVERRIDES, "aggregate", "projections", "bins", "threshold", "balanced", "warm_start", "noise", "chunk")
+MOMENT_OVERRIDES = (
+    *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
+    *("sums_share", "covariances_share", "texture_sums_share", "texture_covariances_share"),
+)
+OF_PEERS = ("aggregate", "projections", "bins", "threshold")
+SPECIFIC = (*OVERRIDES, *MOMENT_OVERRIDES, *OF_PEERS, "balanced", "warm_start", "noise", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
