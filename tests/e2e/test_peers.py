@@ -1,10 +1,14 @@
 """Every other method, from start to release: it trains, survives a kill, samples, and its certificate stands."""
 
 import dataclasses
+import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
+
+from tests.e2e.test_moments import rechained
 
 # Two steps each, on 1,437 small digits.
 RUNS = {
@@ -123,6 +127,61 @@ def test_a_run_without_noise_goes_on_as_if_nothing_had_happened(monkeypatch, dat
     assert (tmp_path / "killed" / weights[0]).read_bytes() == (tmp_path / "whole" / weights[1]).read_bytes()
 
 
+LIES = {
+    "dcgan": {"sigma": 1.0},
+    "dpmerf": {"l2_bound": 2.0**15, "diameter": 2.0**16},
+    "gswgan": {"teachers": 1000},
+    "dpgan": {"rate": 1e-6},
+    "dpsgd-gan": {"repeats": 1},
+}
+
+
+def forged(release, *, event=None, settings=None):
+    """A release whose ledger or settings say something else, chained and hashed again, as an owner could."""
+    from datalens.released.certificate import _own_hash, certificate_bytes, page_bytes, release_hashes
+
+    lines = [json.loads(line) for line in (release / "ledger.jsonl").read_text().splitlines()]
+    lines[1]["event"] |= event or {}
+    (release / "ledger.jsonl").write_bytes(rechained(lines))
+    certificate = json.loads((release / "certificate.json").read_text())
+    certificate["settings"] |= settings or {}
+    certificate["sha256"] |= release_hashes(release)
+    page = page_bytes(certificate)
+    (release / "CERTIFICATE.md").write_bytes(page)
+    certificate["sha256"]["CERTIFICATE.md"] = hashlib.sha256(page).hexdigest()
+    certificate["sha256"]["certificate"] = _own_hash(certificate)
+    (release / "certificate.json").write_bytes(certificate_bytes(certificate))
+    return release
+
+
+def test_a_ledger_that_its_settings_cannot_have_made(finished, datalens, tmp_path):
+    name, run, _ = finished
+    honest = forged(shutil.copytree(run / "release", tmp_path / "honest"))
+    datalens("verify", honest).succeeded()
+    found = datalens("verify", forged(shutil.copytree(run / "release", tmp_path / "lie"), event=LIES[name]))
+    assert found.code == 1
+    assert "other releases than the settings state" in found.out
+
+
+@pytest.mark.parametrize("finished", ["gswgan"], indirect=True)
+def test_shares_that_do_not_go_with_the_relation(finished, datalens, tmp_path):
+    _, run, _ = finished
+    lie = forged(shutil.copytree(run / "release", tmp_path / "lie"), settings={"shares": "balanced"})
+    found = datalens("verify", lie)
+    assert found.code == 1
+    assert "balanced shares are not private under add-remove" in found.out
+
+
+def test_relations(datalens, tmp_path):
+    """Under replace-one shares go by place; and what samples records has no price there."""
+    plan = ("plan", "--data", "mnist", "--relation", "replace-one", "--preset", "quick")
+    settings = datalens(*plan, "--method", "gswgan", "--json").succeeded().json["settings"]
+    assert settings["shares"] == "balanced"
+    parts = datalens(*plan, "--method", "dpmerf", "--json").succeeded().json["parts"]
+    assert parts[0]["sensitivity"] == 2 * 2**16
+    assert "add-remove only" in datalens(*plan, "--method", "dpgan").refused()
+
+
 def test_a_method_without_noise_needs_an_infinite_budget(datalens, tmp_path):
     line = datalens("train", "--method", "dcgan", "--data", "digits", "--out", tmp_path / "run").refused(3)
     assert "use --epsilon inf" in line
@@ -145,3 +204,14 @@ def test_a_plan_reads_nothing(monkeypatch, datalens, name):
     assert fields["settings"]["method"] == name
     assert len(fields["parts"]) >= 1
     assert name in datalens("plan", "--method", name, "--data", "mnist", *epsilon, "--preset", "quick").succeeded().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_gpu(datalens, tmp_path, name):
+    """Trained, resumed and verified there too."""
+    run = tmp_path / "run"
+    options = ("--method", name, "--data", "digits", *RUNS[name], "--device", "cuda")
+    datalens("train", *options, "--out", run).succeeded()
+    datalens("train", "--resume", "--out", run, "--device", "cuda").succeeded()
+    datalens("verify", run).succeeded()

@@ -143,3 +143,13 @@ def test_all_planned_steps_fit_even_if_every_check_passes(accountant: Any) -> No
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(DatalensError, match=says):
         planned(**fields)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*ASKED, "klevel", "sketch"])
+def test_on_a_gpu(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    asked = ASKED.get(name, ("--method", "datalens", "--compress", name))
+    call("train", *SMALL, *asked, "--out", run, "--device", "cuda").succeeded()
+    call("train", "--resume", "--out", run, "--device", "cuda").succeeded()
+    call("verify", run).succeeded()

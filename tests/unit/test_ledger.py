@@ -85,7 +85,7 @@ def written(scratch: Path) -> bytes:
         ({"delta": 1.0}, "delta"),
         ({"delta": math.nan}, "delta"),
         ({"relation": "swap"}, "relation"),
-        ({"accountant": "moments"}, "accountant"),
+        ({"accountant": "magic"}, "accountant"),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:

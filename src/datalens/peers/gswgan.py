@@ -100,10 +100,10 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         "steps": 200,
         "batch": 32,
         "clip": 1.0,
-        "trained": 16,
-        "warm_steps": 500,
+        "trained": 8,
+        "warm_steps": 100,
         "penalty": 10.0,
-        "width": 32,
+        "width": 16,
         "teacher_rate": 1e-4,
         "rate": 1e-4,
         "latent": 10,
@@ -115,7 +115,7 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
             "block": 20,
             "steps": 50,
             "batch": 16,
-            "warm_steps": 20,
+            "warm_steps": 10,
         }
         values |= {"trained": 2, "width": 8, "slim": 4, "teacher_rate": 1e-3, "rate": 1e-3}
     values |= asked(options, "teachers", "steps", "batch", "clip")

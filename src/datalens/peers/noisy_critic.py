@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "dpsgd-gan": {
         "steps": 100,
-        "block": 120,
+        "block": 200,
         "critic_steps": 5,
         "batch": 2048,
         "clip": 1.0,

@@ -32,14 +32,14 @@ class Critics:
         penalty: float,
         seed: int,
     ) -> None:
-        self._critic = critic.to(shares.device)
         self._shares = shares
         self._batch, self._rate, self._penalty, self._seed = batch, rate, penalty, seed
         starts = []
         for teacher in range(shares.teachers):
             initialise_critic(critic, streams.generator(seed, "critic", teacher))
             starts.append({name: value.detach().clone() for name, value in critic.named_parameters()})
-        self._weights = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
+        self._critic = critic.to(shares.device)
+        self._weights = {name: torch.stack([start[name] for start in starts]).to(shares.device) for name in starts[0]}
         self._means = {name: torch.zeros_like(value) for name, value in self._weights.items()}
         self._squares = {name: torch.zeros_like(value) for name, value in self._weights.items()}
         self._updates = torch.zeros(shares.teachers, dtype=torch.int64)

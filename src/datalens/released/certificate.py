@@ -369,6 +369,9 @@ def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, eve
     """The same for any other method: every charge must be one that its schedule has, and there must be some."""
     settings.check(schema)
     found = [] if events else ["the ledger has no release at all"]
+    shares = getattr(settings, "shares", None)
+    if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
+        found.append(f"{shares} shares are not private under {budget.relation} at this price")
     for event in events:
         if isinstance(event, UnknownEvent) or not settings.possible(event, schema, budget):
             return [*found, "the ledger has other releases than the settings state"]
