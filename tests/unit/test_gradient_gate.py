@@ -249,6 +249,10 @@ def test_sampling_everybody_is_not_sampling() -> None:
         assert s.price(Accountant(name=name), 1e-5) == pytest.approx(expected, rel=1e-9)
 
 
+def test_rdp_of_sampling_everybody() -> None:
+    assert pricing.subsampled_rdp(0.5, 1.0, 4.0) == 4.0 * 0.25 / 2
+
+
 def test_moments_are_abadis() -> None:
     """min over λ <= 32 of (T·α(λ) + log 1/δ)/λ, with α by integration (Abadi et al. 2016, Section 3.2)."""
     q, sigma, steps, delta = 0.01, 4.0, 10_000, 1e-5

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 SIZES = {"mnist": 60_000, "cifar10": 50_000}
+MOST_STEPS = 10_000  # of a candidate that is not the only one
+QUICK_SIDE = 112  # pixels of what the extractor sees in quick mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,10 @@ def _data(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor,
         found = formats.load(name, split)
         images, labels = found.images[:most], found.labels[:most]
         if name == "cifar10":
-            x = features.extract(features.find(features.DEFAULT), images, device=torch.device(device))
+            extractor = features.find(features.DEFAULT)
+            if records is not None:
+                extractor = replace(extractor, side=QUICK_SIDE)
+            x = features.extract(extractor, images, device=torch.device(device))
         else:
             x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         parts += [x.to(device), torch.from_numpy(labels).to(device)]
@@ -304,7 +309,9 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
         choices[cell] = []
         for asked in choose(*cell[:4], mode):
             try:
-                choices[cell].append(replace(asked, accountant=cell[4]).solved())
+                solved = replace(asked, accountant=cell[4]).solved()
+                if choose is not candidates or not choices[cell] or (solved.steps or 0) <= MOST_STEPS:
+                    choices[cell].append(solved)
             except BudgetExceeded as error:
                 say(f"{cell[0]}, epsilon {cell[1]:g}, {cell[4]}: {error}")
     tried = lab.all((s, seed) for found in choices.values() if len(found) > 1 for s in found for seed in _SEARCH_SEEDS)

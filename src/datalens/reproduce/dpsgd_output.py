@@ -20,8 +20,8 @@ def note(full: bool) -> str:
         "but of their weights the mean over the second half of the steps, which costs no "
         "privacy. **That choice is not covered by ε**. Steps are what ε buys by the PRV accountant."
         if full
-        else "**quick: 100 steps of fixed settings, one seed, and of CIFAR-10 2000 training and 1000 test records; "
-        "noise is what ε then needs. Not comparable with the paper's figures.**"
+        else "**quick: 100 steps of fixed settings, one seed, and of CIFAR-10 2000 training and 1000 test records at "
+        "112 pixels; noise is what ε then needs. Not comparable with the paper's figures.**"
     )
     return (
         f"{how} CIFAR-10: a linear head on frozen features (see the column extractor; the paper's are ResNet-18's). "

@@ -1,0 +1,90 @@
+"""Tables 8-11 and Figure 3 without their trainings: which settings, what is shown, and what is kept."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datalens.reproduce import dpsgd, harness
+from datalens.reproduce.appendix_a import GM_DP, KS, TABLE8, TABLE11, TITLES
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]]:
+    """Trainings that take no time: more noise, less accuracy."""
+    asked: list[tuple[dpsgd.Setting, int]] = []
+
+    def run(setting: dpsgd.Setting, seed: int, device: str) -> dict[str, Any]:
+        asked.append((setting, seed))
+        sigma = 0.0 if setting.noise == "none" else float(setting.sigma or 0)
+        return {
+            "accuracy": 0.9 - 0.01 * sigma + 0.001 * seed, "averaged": 0.95, "epsilon_spent": str(setting.epsilon),
+            "delta": 1e-5, "relation": "add-remove", "accountant": setting.accountant, "private": sigma > 0,
+            "sigma": sigma, "steps": setting.steps, "extractor": "none", "seconds": 1.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(dpsgd, "run", run)
+    monkeypatch.setattr(dpsgd, "_data", lambda *_: None)
+    monkeypatch.setattr(dpsgd.os, "cpu_count", lambda: 1)
+    # Prices take seconds, and are tested elsewhere.
+    monkeypatch.setattr(
+        dpsgd.Setting,
+        "solved",
+        lambda self: dpsgd.replace(self, sigma=self.sigma or 1.0, steps=self.steps or 50),
+    )
+    return asked
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_every_table_is_written(name: str, pretended: list[Any], tmp_path: Path) -> None:
+    assert name in harness.listing()
+    found = harness.reproduce(name, full=False, out=tmp_path, device="cpu")
+    text = Path(found["markdown"]).read_text(encoding="utf-8")
+    assert "quick" in text and "not covered by ε" in text
+    written = json.loads(Path(found["markdown"]).with_suffix(".json").read_text(encoding="utf-8"))
+    assert written["rows"] == found["rows"]
+    if name != "table11":
+        assert Path(found["plot"]).stat().st_size > 1000
+        before = len(pretended)
+        harness.reproduce(name, full=False, out=tmp_path, device="cpu")
+        assert len(pretended) == before  # what was trained is kept
+
+
+def test_what_is_not_private_says_so(pretended: list[Any], tmp_path: Path) -> None:
+    found = dpsgd.reproduce("table10", full=False, out=tmp_path, device="cpu")
+    private = {(row["row"].split(", ")[1], row["column"]): row["private"] for row in found["rows"]}
+    assert {key for key, value in private.items() if not value} == {
+        ("NormTopK k=0.8", "no noise"),
+        ("no compression", "no noise"),
+    }
+    same = {(row["clip"], row["steps"]) for row in found["rows"]}
+    assert len(same) == 1
+
+
+def test_printed_settings_are_run_as_printed() -> None:
+    for (data, epsilon), settings in TABLE11.items():
+        for k, (clip, sigma, batch, rate) in settings.items():
+            (found,) = dpsgd.printed(data, epsilon, k, "norm")
+            assert (found.clip, found.sigma, found.batch, found.rate, found.steps) == (clip, sigma, batch, rate, None)
+            assert found.selector == ("none" if k == GM_DP else "norm")
+    assert [s.sigma for s in dpsgd.printed("mnist", 0.1, 0.8, "norm")] == [7.4, 3.6]
+    assert dpsgd.printed("mnist", math.inf, 0.8, "norm")[0].steps == round(15 * 60_000 / 512)
+    assert dpsgd.printed("mnist", 0.2, 0.4, "dim")[0].sigma == 3.4  # of plain DP-SGD
+
+
+def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any], tmp_path: Path) -> None:
+    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path, "cpu", workers=1)
+    cell: dpsgd.Cell = ("mnist", 0.2, 0.8, "norm", "prv")
+    figure = dpsgd.figures(lab, mode, [cell])[cell]
+    assert figure is not None and len(figure.runs) == 10
+    tried = {(s.clip, s.rate) for s, seed in pretended if seed >= 1000}
+    assert tried == {(10, 0.1), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0)}
+    assert {seed for s, seed in pretended if s == figure.setting and seed < 1000} == set(range(10))
+    theirs = dpsgd.as_printed(lab, mode, [cell])[cell]
+    assert theirs is not None and theirs.setting.clip == 10
+
+
+def test_the_papers_tables_are_complete() -> None:
+    assert len(TABLE8) == 8 + 13 and all(set(row) == set(KS) for row in TABLE8.values())
