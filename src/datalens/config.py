@@ -101,6 +101,26 @@ class TrainOptions:
     """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, _CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
+    coordinates: _WholeNumber = None
+    """Private moments: low-frequency coordinates of an image."""
+    texture: _WholeNumber = None
+    """Private moments: coordinates of texture; 0: images without texture."""
+    texture_steps: _WholeNumber = None
+    """Private moments: gradient steps that carry an image to its texture."""
+    sums_quantile: _Number = None
+    """Private moments: class sums clip at this quantile of the norms, as released."""
+    covariances_quantile: _Number = None
+    """Private moments: covariances clip at this quantile."""
+    histogram_share: _Number = None
+    """Private moments: parts of the budget are in proportion to the shares. This one is of each histogram of norms."""
+    sums_share: _Number = None
+    """Private moments: share of class sums."""
+    covariances_share: _Number = None
+    """Private moments: share of class covariances."""
+    texture_sums_share: _Number = None
+    """Private moments: share of the class sums of texture."""
+    texture_covariances_share: _Number = None
+    """Private moments: share of its class covariances."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
@@ -111,7 +131,11 @@ OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
     *("basis", "basis_size", "compress", "decode"),
 )
-SPECIFIC = (*OVERRIDES, "balanced", "warm_start", "noise", "chunk")
+MOMENT_OVERRIDES = (
+    *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
+    *("sums_share", "covariances_share", "texture_sums_share", "texture_covariances_share"),
+)
+SPECIFIC = (*OVERRIDES, *MOMENT_OVERRIDES, "balanced", "warm_start", "noise", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)

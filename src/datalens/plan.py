@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from datalens.config import OVERRIDES, AnySettings, MomentSettings, NoiseName, Settings, TrainOptions
+from datalens.config import MOMENT_OVERRIDES, OVERRIDES, AnySettings, MomentSettings, NoiseName, Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
@@ -81,9 +81,16 @@ def _budget(options: TrainOptions) -> Budget:
 def starts_from_moments(options: TrainOptions) -> bool:
     """Whether images are made from private moments. Whoever sets something about teachers gets teachers."""
     topagg = [name for name in OVERRIDES if getattr(options, name) is not None]
+    moments = [name for name in MOMENT_OVERRIDES if getattr(options, name) is not None]
     default = options.method == "datalens" and options.preset in (None, "default")
-    if options.warm_start is None:
-        return default and not topagg and not options.balanced
+    chosen = default and not topagg and not options.balanced if options.warm_start is None else None
+    if moments and (chosen is False or options.warm_start == "off"):
+        raise DatalensError(
+            f"--{moments[0].replace('_', '-')} is about private moments, which this run does not start from: leave it "
+            "out, or what speaks of teachers"
+        )
+    if chosen is not None:
+        return chosen
     if options.warm_start == "moments" and not default:
         raise DatalensError("--warm-start moments belongs to --method datalens with its default preset")
     if options.warm_start == "moments" and topagg:
@@ -105,6 +112,9 @@ RELEASE_SHARES = {
     "texture_sums_share": 0.05,
     "texture_covariances_share": 0.49,
 }
+# Where the noise leaves room for fewer coordinates than the fewest: nothing about texture could be heard, and class
+# means and counts are most of what can be known.
+SCARCE = {"texture": 0, "sums_share": 0.4}
 
 
 def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> MomentSettings:
@@ -121,25 +131,34 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
             f"no noise is large enough for {budget.describe(budget.epsilon)}: raise --epsilon, or use --accountant "
             "exact"
         )
-    room = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
-    size = int(max(LEAST_COORDINATES, min(room, 0.12 * mu * records)))
-    return MomentSettings(
+    room, heard = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes))), 0.12 * mu * records
+    size = int(max(LEAST_COORDINATES, min(room, heard)))
+    values: dict[str, Any] = RELEASE_SHARES | {
+        "coordinates": min(size, schema.dimensions),
+        "texture": min(size, Texture(schema.shape).size),
+        "sums_quantile": 0.9,
+        "covariances_quantile": 0.8,
+        "texture_steps": 12,
+    }
+    if heard < LEAST_COORDINATES:
+        values |= SCARCE
+    values |= {name: value for name in MOMENT_OVERRIDES if (value := getattr(options, name)) is not None}
+    if values["texture"] == 0:
+        values["texture_steps"] = 0
+    settings = MomentSettings(
         method="datalens",
         preset=options.preset or "default",
         warm_start="moments",
         seed=options.seed,
         noise_seeded=options.noise_seed is not None,
         noise=options.noise or ("discrete-gaussian" if exact else "gaussian"),
-        coordinates=min(size, schema.dimensions),
-        texture=min(size, Texture(schema.shape).size),
-        **RELEASE_SHARES,
         bins=48,
-        sums_quantile=0.9,
-        covariances_quantile=0.8,
         grid=GRID,
         counted=GRID // 2,
-        texture_steps=12,
+        **values,
     )
+    check_moments(settings, schema)
+    return settings
 
 
 def costs(settings: AnySettings, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
@@ -301,5 +320,16 @@ def check_settings(values: dict[str, Any], schema: Schema) -> None:
 
 def check_moments(settings: MomentSettings, schema: Schema) -> None:
     """The same for a run from moments."""
-    if settings.coordinates > schema.dimensions or settings.texture > Texture(schema.shape).size:
-        raise DatalensError("these settings have more coordinates than an image of this data set")
+    most = math.isqrt(MOST_CELLS // len(schema.classes))  # or noise would take hours to draw
+    for name, there in (("coordinates", schema.dimensions), ("texture", Texture(schema.shape).size)):
+        asked, least = getattr(settings, name), 0 if name == "texture" else 1
+        if not least <= asked <= min(there, most):
+            raise DatalensError(f"--{name} must be between {least} and {min(there, most)} for this data, not {asked}")
+    if settings.texture > 0 and settings.texture_steps < 1:
+        raise DatalensError(f"--texture-steps must be at least 1, not {settings.texture_steps}: or use --texture 0")
+    for name in ("sums_quantile", "covariances_quantile"):
+        if not 0 < getattr(settings, name) <= 1:
+            raise DatalensError(f"--{name.replace('_', '-')} must lie in (0, 1], not {getattr(settings, name)}")
+    for name in RELEASE_SHARES:
+        if not 1e-6 < getattr(settings, name) < 1e6:
+            raise DatalensError(f"--{name.replace('_', '-')} must be above 0, not {getattr(settings, name)}")

@@ -297,7 +297,7 @@ def moment_file() -> bytes:
     from datalens.released.moments import make_start, without_texture
 
     start = make_start((1, 8, 8), torch.zeros(2, 4), torch.eye(4, dtype=torch.float64).repeat(2, 1, 1))
-    model = without_texture(start, torch.arange(2))
+    model = without_texture(start, torch.arange(2), torch.tensor([5.0, 3.0]))
     described = {"moments": {"shape": (1, 8, 8), "steps": 0}, "classes": ["a", "b"]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "g.safetensors"

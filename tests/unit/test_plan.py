@@ -16,7 +16,7 @@ from datalens.config import MomentSettings, Settings, TrainOptions, parse_settin
 from datalens.datasets import sources
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import check_moments, costs, make_plan, topagg_plan, warnings
+from datalens.plan import RELEASE_SHARES, check_moments, costs, make_plan, topagg_plan, warnings
 from datalens.presets import preset
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
@@ -364,7 +364,7 @@ def test_moment_settings_survive_json_and_edits_do_not() -> None:
     }.items():
         with pytest.raises(DatalensError):
             parse_settings(settings.as_dict() | {name: value})
-    with pytest.raises(DatalensError, match="more coordinates"):
+    with pytest.raises(DatalensError, match="--coordinates must be between"):
         check_moments(dataclasses.replace(settings, coordinates=785), MNIST)
 
 
@@ -372,3 +372,47 @@ def test_without_texture_its_budget_goes_to_the_rest() -> None:
     settings = dataclasses.replace(of_moments(), texture=0)
     assert sum(settings.releases.values()) == pytest.approx(1)
     assert not [name for name in settings.releases if name.startswith("texture")]
+
+
+def test_any_setting_of_moments_can_be_overridden() -> None:
+    asked = {"coordinates": 30, "texture": 20, "texture_steps": 5, "sums_quantile": 0.7, "covariances_quantile": 1.0}
+    asked |= {name: 0.1 + number / 10 for number, name in enumerate(RELEASE_SHARES)}
+    found = of_moments(**asked).as_dict()
+    assert {name: found[name] for name in asked} == asked
+    usual = of_moments().as_dict()
+    assert {name for name in usual if usual[name] != found[name]} == set(asked)
+    plain = of_moments(texture=0)
+    assert (plain.texture, plain.texture_steps) == (0, 0)
+    assert parse_settings(plain.as_dict()) == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"coordinates": 0}, "--coordinates must be between 1 and 323"),
+        ({"coordinates": 785}, "--coordinates must be between"),
+        ({"texture": -1}, "--texture must be between 0"),
+        ({"texture": 324}, "--texture must be between 0 and 323"),
+        ({"texture_steps": 0}, "--texture-steps must be at least 1"),
+        ({"sums_quantile": 0.0}, "--sums-quantile"),
+        ({"covariances_quantile": 1.1}, "--covariances-quantile"),
+        ({"texture_sums_share": 0.0}, "--texture-sums-share must be above 0"),
+        ({"histogram_share": -1.0}, "--histogram-share must be above 0"),
+        ({"sums_share": math.inf}, "--sums-share"),
+        ({"coordinates": 30, "warm_start": "off"}, "--coordinates is about private moments"),
+        ({"texture": 0, "teachers": 10}, "--texture is about private moments"),
+        ({"texture": 0, "method": "datalens-paper"}, "--texture is about private moments"),
+        ({"texture": 0, "method": "dcgan"}, "--texture means nothing to --method dcgan"),
+    ],
+    ids=str,
+)
+def test_overrides_that_mean_nothing_are_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(DatalensError, match=line):
+        make_plan(TrainOptions(out=Path("unused"), **options), MNIST)
+
+
+def test_where_records_are_scarce_means_come_first() -> None:
+    few = of_moments(dataclasses.replace(MNIST, nominal_size=1000))
+    assert few.texture == 0 and few.releases["sums"] > 0.4
+    assert of_moments(dataclasses.replace(MNIST, nominal_size=10_000)).texture > 0
+    assert of_moments(dataclasses.replace(MNIST, nominal_size=1000), texture=16).texture == 16

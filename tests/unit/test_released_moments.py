@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from datalens.errors import DatalensError
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.released import Released
 from datalens.released import moments
-from datalens.released.release import draw, load_generator
+from datalens.released.release import draw, in_proportion, load_generator
 from datalens.texture import Texture
 
 
@@ -126,7 +127,15 @@ def model() -> moments.MomentModel:
     shift[:5] = 2.0
     means = torch.stack([part.mean(dim=0) + shift for part in own])
     covariances = torch.stack([2.0 * torch.cov(part[:, :10].mT) for part in own])
-    return moments.make_model(first, whitening, present=present, means=means, covariances=covariances, steps=30)
+    return moments.make_model(
+        first,
+        whitening,
+        present=present,
+        counts=torch.tensor([300.0, 100.0]),
+        means=means,
+        covariances=covariances,
+        steps=30,
+    )
 
 
 def test_first_images_have_the_moments_that_were_asked_for() -> None:
@@ -167,15 +176,15 @@ def test_maps_carry_one_covariance_to_the_other(model: moments.MomentModel) -> N
 
 
 def test_images_are_images(model: moments.MomentModel) -> None:
-    images, labels = draw(model, count=7, seed=3, classes=2)
+    images, labels = draw(model, count=7, seed=3, classes=2, balanced=True)
     assert images.shape == (7, 12, 12, 1)
     assert images.dtype == np.uint8
     assert labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
-    assert np.array_equal(images, draw(model, count=7, seed=3, classes=2)[0])
+    assert np.array_equal(images, draw(model, count=7, seed=3, classes=2, balanced=True)[0])
 
 
 def test_classes_that_are_not_there_are_not_drawn(model: moments.MomentModel) -> None:
-    only = dataclasses.replace(model, present=torch.tensor([1]))
+    only = dataclasses.replace(model, present=torch.tensor([1]), sizes=torch.ones(1))
     assert set(draw(only, count=5, seed=0, classes=2)[1].tolist()) == {1}
 
 
@@ -195,9 +204,33 @@ def test_a_file_gives_the_same_images(model: moments.MomentModel, tmp_path: Path
     again, classes = load_generator(written(model, tmp_path))
     assert classes == ("a", "b")
     assert np.array_equal(draw(again, count=4, seed=0, classes=2)[0], draw(model, count=4, seed=0, classes=2)[0])
-    plain = moments.without_texture(model.start, model.present)
+    plain = moments.without_texture(model.start, model.present, torch.tensor([3.0, 1.0]))
     again, _ = load_generator(written(plain, tmp_path))
     assert np.array_equal(draw(again, count=4, seed=0, classes=2)[0], draw(plain, count=4, seed=0, classes=2)[0])
+
+
+def test_classes_come_as_often_as_they_were_counted(model: moments.MomentModel, tmp_path: Path) -> None:
+    def labels(model: moments.MomentModel, **more: bool) -> list[int]:
+        return np.bincount(draw(model, count=40, seed=0, classes=2, **more)[1], minlength=2).tolist()
+
+    plain = moments.without_texture(model.start, model.present, torch.tensor([300.0, 100.0]))
+    assert labels(plain) in ([29, 11], [30, 10], [31, 9])
+    assert labels(plain, balanced=True) == [20, 20]
+    path = written(plain, tmp_path) / "generator.safetensors"
+    tensors, described = load_file(path), safe_open(path, "pt").metadata()
+    tensors.pop("sizes")  # a release of the first version
+    save_file(tensors, path, metadata=described)
+    old, _ = load_generator(tmp_path)
+    assert isinstance(old, moments.MomentModel) and labels(old) == [20, 20]
+
+
+@pytest.mark.parametrize("sizes", [[1.0], [5.0, 1.0], [1e-3, 1e3, 1.0], [1.0] * 10, [600.0, 1.0, 1.0, 80.0]])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_proportions_hold_at_any_length(sizes: list[float], count: int) -> None:
+    found = torch.bincount(in_proportion(torch.tensor(sizes, dtype=torch.float64), count), minlength=len(sizes))
+    wanted = torch.tensor(sizes, dtype=torch.float64) / sum(sizes) * count
+    assert found.sum() == count and len(found) == len(sizes)
+    assert (found - wanted).abs().max() < 3.5
 
 
 @pytest.mark.parametrize(
@@ -213,6 +246,9 @@ def test_a_file_gives_the_same_images(model: moments.MomentModel, tmp_path: Path
         {"white": torch.zeros(3, 3)},
         {"more": torch.zeros(1)},
         {"centre": torch.zeros(1, dtype=torch.float64)},
+        {"sizes": torch.ones(3)},
+        {"sizes": torch.tensor([1.0, 0.0])},
+        {"sizes": torch.tensor([1.0, float("nan")])},
     ],
     ids=str,
 )

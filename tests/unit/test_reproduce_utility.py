@@ -78,7 +78,7 @@ def test_the_lines_of_quick(ran: list[dict[str, Any]], tmp_path: Path) -> None:
         for data in ("mnist", "fashion-mnist")
         for epsilon in (1.0, 10.0)
     ]
-    assert all(one["scoring"] == Scoring(count=20_000, epochs=8, seeds=1, classifier="augmented") for one in ran)
+    assert all(one["scoring"] == Scoring(count=20_000, epochs=16, seeds=1, classifier="augmented") for one in ran)
     assert all(one["data_folder"] is None for one in ran)
     assert (rows[0]["ours"], rows[0]["std"], rows[0]["seeds"], rows[0]["difference"]) == (0.9, None, 1, -0.0676)
     assert line_of(text, "MNIST ε=1 | datalens") == (
@@ -106,9 +106,10 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "faces").mkdir()
     rows, text = made(tmp_path, full=True, data_folder=tmp_path / "faces")
     methods = ["datalens", "datalens, warm start off", "datalens-paper"]
-    assert [row["column"] for row in rows] == methods * 4 + methods[:2] * 2
-    assert len({one["name"] for one in ran}) == len(ran) == 16 * 5
-    for row in rows:
+    assert [row["column"] for row in rows] == methods * 4 + methods[:2] * 2 + methods[:1] * 14
+    assert len({one["name"] for one in ran}) == len(ran) == 16 * 5 + 12 * 3  # scenes are not here
+    assert [row["seeds"] for row in rows[16:]] == [3] * 4 + [0] * 2 + [3] * 8
+    for row in rows[:16]:
         assert (row["seeds"], row["ours"]) == (5, pytest.approx(0.92))
         assert row["std"] == pytest.approx(statistics.stdev([0.9, 0.91, 0.92, 0.93, 0.94]))
     assert "0.9200 ± 0.0158" in line_of(text, "MNIST ε=10 | datalens, warm start off")
@@ -120,8 +121,11 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
         "mnist-eps1-datalens-seed0",
         "fashion-mnist-eps1-datalens-seed0",
         "celeba-gender-32-px-eps1-datalens-seed0",
+        "celeba-gender-eps1-datalens-seed0",
+        "celeba-hair-eps1-datalens-seed0",
     ]
-    assert all(row["real"] == pytest.approx(0.99) for row in rows)
+    assert all(row["real"] == pytest.approx(0.99) for row in rows if row["seeds"])
+    assert "not run" in line_of(text, "Scenes ε=1 | datalens")
     for cell in (tmp_path / "utility-full" / "cells").iterdir():
         assert str(tmp_path) not in cell.read_text(encoding="utf-8")
 
@@ -129,7 +133,7 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_faces_need_a_folder_once(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     rows, text = made(tmp_path)
     missing = line_of(text, f"{FACES} ε=1 | datalens")
-    assert "not run: needs --data-folder" in missing and "0.7058" in missing and "0.8847" in missing
+    assert "not run: its data is not here (--data-folder)" in missing and "0.7058" in missing and "0.8847" in missing
     assert [row["ours"] for row in rows if row["row"].startswith(FACES)] == [None, None]
     (tmp_path / "faces").mkdir()
     _, text = made(tmp_path, data_folder=tmp_path / "faces")
@@ -154,7 +158,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     monkeypatch.setattr(harness, "_run_cell", fake)
     made(tmp_path, full=True)
     names = [one["name"] for one in ran]
-    assert len(names) == len(set(names)) == 12 * 5  # nothing twice
+    assert len(names) == len(set(names)) == 12 * 5 + 8 * 3  # nothing twice
     assert ran[3]["accuracy_real"] == 0.99  # the ceiling, too, is kept
 
     # Asked for in another way, a cell is run again.
@@ -163,7 +167,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     other["options"]["epsilon"] = 2.0
     kept.write_text(json.dumps(other), encoding="utf-8")
     made(tmp_path, full=True)
-    assert [one["name"] for one in ran[60:]] == ["mnist-eps1-datalens-seed2"]
+    assert [one["name"] for one in ran[84:]] == ["mnist-eps1-datalens-seed2"]
 
 
 def test_a_run_without_privacy_is_stamped(ran: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_the_command(ran: list[dict[str, Any]], tmp_path: Path, capsys: pytest.C
         ("utility", "nowhere", "nowhere is not a folder"),
         ("table1", ".", "table1 reads none: leave it out"),
         ("runtime", ".", "runtime reads none: leave it out"),
-        ("table2", ".", "there is no 'table2'.*table1, utility, runtime"),
+        ("table0", ".", "there is no 'table0'.*table1, utility, ablation, runtime"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, what: str, folder: str, expected: str) -> None:
@@ -246,7 +250,8 @@ def test_a_seed_is_that_of_training_sampling_and_classifier(tmp_path: Path, monk
         ("augmented", 1),
     ]
     assert seen[0][2] != seen[2][2]
-    assert sampled == [{"count": 100, "seed": 0}, {"count": 100, "seed": 1}]
+    cpu = torch.device("cpu")
+    assert sampled == [{"count": 100, "seed": 0, "device": cpu}, {"count": 100, "seed": 1, "device": cpu}]
     assert row["seeds"] == 2 and row["private"] and 0 < row["ours"] < 1 and row["epsilon_spent"] <= 1
     assert row["fit_seconds"] > 0 and row["classifier"].startswith("AugmentedCNN")
     runs = sorted((tmp_path / "small-quick" / "runs").iterdir())

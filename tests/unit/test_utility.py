@@ -200,7 +200,8 @@ def test_augmentation_turns_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     size = bright.sum(dim=(1, 2)) / (2 * 160)
     assert 0.8 < size.min() < 0.86 and 1.17 < size.max() < 1.25  # 1.1² and less: an area
     slant = torch.einsum("nhw,h,w->n", bright, down, across) / torch.einsum("nhw,h->n", bright, down**2)
-    assert 0.13 < slant.max() < 0.16 and -0.16 < slant.min() < -0.13  # in pixels, though the image is no square
+    assert 0.11 < slant.max() < 0.16 and -0.16 < slant.min() < -0.11  # in pixels, though the image is no square
+    assert slant.abs().median() < 0.06  # most are turned by less than half of that
 
 
 def test_the_test_set_decides_nothing(digits: Digits) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -44,6 +44,7 @@ class Plan:
         from datalens.datasets import formats
         from datalens.peers.settings import PeerSettings
         from datalens.plan import costs, make_plan, warnings
+        from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder)
@@ -71,14 +72,8 @@ class Plan:
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
             *(f"warning: {line}" for line in warnings(budget, schema)),
         ]
-        parts = [{name: _number(value) for name, value in part.items()} for part in parts]
+        parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
         fields["public"] = schema.as_dict()
         show(fields, lines, json=self.json)
         return 0
-
-
-def _number(value: Any) -> Any:
-    from datalens.privacy.ledger import json_number
-
-    return json_number(value) if isinstance(value, float) else value

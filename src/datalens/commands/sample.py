@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import Positional
 
@@ -17,9 +18,13 @@ class Sample:
     out: Path
     """synth.npz, synth.parquet, or a folder/ of PNG files."""
     count: int = 10_000
-    """How many images; the classes come evenly."""
+    """How many images. Classes come as often as records of them were counted, where the release has counts."""
+    balanced: bool = False
+    """As many images of every class."""
     seed: int = 0
     """The same seed gives the same images."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where; images from a GPU differ from a CPU's in the last bits."""
     force: bool = False
     """Replace --out if it exists."""
     json: Json = False
@@ -27,9 +32,16 @@ class Sample:
     def __call__(self) -> int:
         from datalens.released import synthetic
         from datalens.released.release import sample
+        from datalens.training import choose_device
 
         synthetic.check_target(self.out, force=self.force)  # before the work, not after it
-        dataset = sample(release_of(self.run), count=self.count, seed=self.seed)
+        dataset = sample(
+            release_of(self.run),
+            count=self.count,
+            seed=self.seed,
+            balanced=self.balanced,
+            device=choose_device(self.device),
+        )
         synthetic.save(dataset, self.out, force=self.force)
         fields = {"out": str(self.out), "count": len(dataset.images), "private": dataset.certificate["private"]}
         statement = dataset.certificate["statement"]

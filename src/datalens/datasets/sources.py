@@ -158,6 +158,12 @@ def downloadable(name: str) -> bool:
     return _entry(name).local is None
 
 
+def family(name: str) -> str:
+    """The folder at home in which it lies: sets made of the same files share one."""
+    local = _entry(name).local
+    return name if local is None else local.family
+
+
 def get(name: str) -> Path:
     """Make sure the data set is on this machine, and say in which folder."""
     entry, here = _entry(name), folder(name)

@@ -170,7 +170,7 @@ def train_and_score(
             net.train()
             for chosen in torch.randperm(count, generator=shuffles).to(device).split(batch)[:batches]:
                 shown = how.augment(_normalise(images[chosen]), moves)
-                loss = F.cross_entropy(net(shown), labels[chosen])
+                loss = F.cross_entropy(net(shown), labels[chosen], label_smoothing=how.smoothing)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

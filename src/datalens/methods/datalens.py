@@ -31,8 +31,19 @@ from datalens.released.student import Student
 from datalens.runs import Run
 
 
-def train(run: Run, crowd: Crowd, settings: Settings, *, mechanism: Mechanism, device: torch.device) -> Student:
-    """Algorithm 1. Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
+def train(
+    run: Run,
+    crowd: Crowd,
+    settings: Settings,
+    *,
+    mechanism: Mechanism,
+    device: torch.device,
+    start: dict[str, torch.Tensor] | None = None,
+) -> Student:
+    """Algorithm 1. Stops at the last planned step, at the budget, or when a person asks; the state is kept.
+
+    `start`: weights of a generator made from released values, to refine instead of new ones.
+    """
     s, schema = settings, run.schema
     student = Student(
         dcgan_architecture(schema.shape, len(schema.classes), latent=s.latent, latent_law=s.latent_law),
@@ -44,6 +55,8 @@ def train(run: Run, crowd: Crowd, settings: Settings, *, mechanism: Mechanism, d
         seed=s.seed,
         device=device,
     )
+    if start is not None:
+        student.generator.load_state_dict(start)
     decode = Decode(
         rule=s.decode, beta=s.beta, teachers=s.teachers, basis=make_basis(s.basis, schema.shape, s.basis_size)
     )

@@ -73,13 +73,13 @@ def train(run: Run, records: RecordRows, settings: MomentSettings) -> released.M
         covariances = released.class_covariances(outer, counts, clip=clip, floor=floor, **grid)
         start = released.make_start(schema.shape, means, covariances)
         if s.texture == 0:
-            return released.without_texture(start, present)
+            return released.without_texture(start, present, counts)
 
         try:
             return _with_texture(start, records, s, schema, ask, present=present, counts=counts)
         except BudgetExceeded as error:
             say(f"warning: {error}; images are made without texture")
-            return released.without_texture(start, present)
+            return released.without_texture(start, present, counts)
 
 
 def _with_texture(
@@ -111,7 +111,13 @@ def _with_texture(
     outer = ask("texture-covariances", lambda: records.covariances(widest, means=head, clip=clip, grid=s.grid))
     covariances = released.class_covariances(outer, counts, clip=clip, floor=floor, grid=s.grid)
     return released.make_model(
-        start, whitening, present=present, means=means, covariances=covariances, steps=s.texture_steps
+        start,
+        whitening,
+        present=present,
+        counts=counts,
+        means=means,
+        covariances=covariances,
+        steps=s.texture_steps,
     )
 
 

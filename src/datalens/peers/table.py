@@ -62,7 +62,8 @@ METHODS: dict[str, Method] = {
 def make_peer_plan(options: TrainOptions, schema: Schema, budget: Budget) -> PeerSettings:
     """Every setting, from public facts."""
     method = METHODS[options.method]
-    unknown = [name for name in SPECIFIC if getattr(options, name) not in (None, False) and name not in method.options]
+    given = [name for name in SPECIFIC if (value := getattr(options, name)) is not None and value is not False]
+    unknown = [name for name in given if name not in method.options]
     if unknown:
         known = ", ".join(f"--{name.replace('_', '-')}" for name in SPECIFIC if name in method.options)
         raise DatalensError(

@@ -7,6 +7,7 @@
    gradient steps carry the sample after them (`MomentModel.images`).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class MomentModel:
 
     start: Start
     present: Tensor  # [p] classes that have enough records to speak of
+    sizes: Tensor  # [p] how many records each has, as released
     centre: Tensor  # [D]
     white: Tensor  # [D, D]
     before: Tensor  # [classes, D] mean texture of first images
@@ -170,11 +172,17 @@ class MomentModel:
     maps: Tensor  # [classes, t, t] of the first t coordinates; the others are only moved
     steps: int
 
+    def to(self, device: torch.device | str) -> "MomentModel":
+        """Where images are moved to their texture; first images are drawn on the CPU, so that they are the same."""
+        heavy = {name: getattr(self, name).to(device) for name in ("centre", "white", "before", "after", "maps")}
+        return dataclasses.replace(self, **heavy)
+
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
         """[n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
         images = self.start.images(labels, random)
         if self.steps == 0:
             return images
+        images, labels = images.to(self.maps.device), labels.to(self.maps.device)
         texture = Texture(self.start.shape)
         size = self.maps.shape[1]
 
@@ -195,6 +203,7 @@ class MomentModel:
             "means": self.start.means,
             "factors": self.start.factors,
             "present": self.present,
+            "sizes": self.sizes,
             "centre": self.centre,
             "white": self.white,
             "before": self.before,
@@ -203,15 +212,25 @@ class MomentModel:
         }
 
 
-def without_texture(start: Start, present: Tensor) -> MomentModel:
-    """First images as they are."""
+def without_texture(start: Start, present: Tensor, counts: Tensor) -> MomentModel:
+    """First images as they are. `counts`: records of every class, as released."""
     classes, none = len(start.means), torch.zeros(0)
+    sizes = counts[present].to(torch.float32)
     of_none = {"before": torch.zeros(classes, 0), "after": torch.zeros(classes, 0), "maps": torch.zeros(classes, 0, 0)}
-    return MomentModel(start=start, present=present, centre=none, white=torch.zeros(0, 0), steps=0, **of_none)
+    return MomentModel(
+        start=start, present=present, sizes=sizes, centre=none, white=torch.zeros(0, 0), steps=0, **of_none
+    )
 
 
 def make_model(
-    start: Start, whitening: Whitening, *, present: Tensor, means: Tensor, covariances: Tensor, steps: int
+    start: Start,
+    whitening: Whitening,
+    *,
+    present: Tensor,
+    counts: Tensor,
+    means: Tensor,
+    covariances: Tensor,
+    steps: int,
 ) -> MomentModel:
     """Class by class the optimal map from the texture of first images, N(m, S), to the released N(m', S')."""
     size = covariances.shape[1]
@@ -222,7 +241,14 @@ def make_model(
         spread = torch.cov(own[:, :size].mT)
         root, inverse = _root(spread, 0.5, 1e-4), _root(spread, -0.5, 1e-4)
         maps[label] = inverse @ _root(root @ covariances[label] @ root, 0.5, 1e-6) @ inverse
-    small = {"centre": whitening.centre, "white": whitening.matrix, "before": before, "after": means, "maps": maps}
+    small = {
+        "sizes": counts[present],
+        "centre": whitening.centre,
+        "white": whitening.matrix,
+        "before": before,
+        "after": means,
+        "maps": maps,
+    }
     return MomentModel(
         start=start, present=present, steps=steps, **{name: value.to(torch.float32) for name, value in small.items()}
     )

@@ -1,6 +1,7 @@
 """The release folder: writing it, and sampling from it. No pickle is written or loaded."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -51,7 +52,8 @@ def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, 
             f"cannot write {draft / certificates.WEIGHTS} ({error}): free some space, then continue with --resume"
         ) from error
     shutil.copyfile(run / "ledger.jsonl", draft / certificates.LEDGER)
-    shown = draw(generator, count=10 * min(10, len(schema.classes)), seed=0, classes=min(10, len(schema.classes)))
+    rows = min(10, len(schema.classes))
+    shown = draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True)
     grid(*shown, per_class=10).save(draft / certificates.PICTURE)
     certificate = certificates.make_certificate(
         settings=settings, schema=schema, ledger=ledger, sha256=certificates.release_hashes(draft)
@@ -134,6 +136,8 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
         "maps": (classes, head, head),
     }
     present = weights["present"]
+    weights = {"sizes": torch.ones(len(present))} | weights  # the first releases had none: classes came evenly
+    expected["sizes"] = (len(present),)
     if set(weights) != {*expected, "present"} or head > texture or coordinates > channels * height * width:
         raise ValueError("tensors are missing, or too many")
     if coordinates * channels * height * width > MOST_PIXELS * 8:  # of the basis that sampling will build
@@ -144,29 +148,44 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
         raise ValueError("it names no classes")
     if not 0 <= int(present.min()) <= int(present.max()) < classes:
         raise ValueError("it names classes it does not have")
+    if not bool((weights["sizes"] > 0).all() and weights["sizes"].isfinite().all()):
+        raise ValueError("it has classes without records")
     weights = {name: value.clone() for name, value in weights.items()}
     start = Start(shape=shape, means=weights.pop("means"), factors=weights.pop("factors"))
     return MomentModel(start=start, steps=steps, **weights)
 
 
-def sample(release: Path, *, count: int, seed: int) -> SyntheticDataset:
-    """`count` images, the classes evenly; the same seed gives the same images."""
+def sample(
+    release: Path, *, count: int, seed: int, balanced: bool = False, device: torch.device | str = "cpu"
+) -> SyntheticDataset:
+    """`count` images; the same seed gives the same images on the same kind of device.
+
+    Classes come as often as records of them were counted, where a release has counts, or evenly.
+    """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
     certificate = certificates.read_certificate(release)
     if not {"private", "statement"} <= set(certificate):
         raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
     generator, names = load_generator(release)
-    images, labels = draw(generator, count=count, seed=seed, classes=len(names))
+    images, labels = draw(generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced)
     return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)
 
 
-def draw(generator: AnyGenerator, *, count: int, seed: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, h, w, c] and labels [n], going round the first `classes` classes (those there is data of)."""
+def draw(
+    generator: AnyGenerator, *, count: int, seed: int, classes: int, balanced: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, those there is data of."""
     random = streams.generator(seed, "sample")
-    known = torch.arange(classes) if isinstance(generator, Generator) else generator.present
-    known = known[known < classes] if bool((known < classes).any()) else known
-    labels = known[torch.arange(count) % len(known)]
+    known, sizes = torch.arange(classes), None
+    if not isinstance(generator, Generator):
+        among = generator.present < classes
+        among = among if bool(among.any()) else torch.ones_like(among)
+        known, sizes = generator.present[among], generator.sizes[among]
+    if balanced or sizes is None:
+        labels = known[torch.arange(count) % len(known)]
+    else:
+        labels = known[in_proportion(sizes.to(torch.float64), count)]
     parts = []
     with torch.no_grad(), bar("sampling", count) as (progress, task):
         for part in labels.split(1000):
@@ -174,3 +193,11 @@ def draw(generator: AnyGenerator, *, count: int, seed: int, classes: int) -> tup
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
     return torch.cat(parts).numpy(), labels.numpy()
+
+
+def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` numbers of classes, each as often as its size says, to within a few, well mixed at any length."""
+    golden = (math.sqrt(5.0) - 1) / 2  # multiples of it fill [0, 1) evenly
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) * golden % 1.0
+    ends = sizes.cumsum(0) / sizes.sum()
+    return torch.searchsorted(ends, places, right=True).clamp(max=len(sizes) - 1)

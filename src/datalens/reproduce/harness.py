@@ -67,9 +67,9 @@ class Table:
 
 
 def tables() -> dict[str, Table]:
-    from datalens.reproduce import table1, utility
+    from datalens.reproduce import ablation, table1, utility
 
-    return {"table1": table1.TABLE, "utility": utility.TABLE}
+    return {"table1": table1.TABLE, "utility": utility.TABLE, "ablation": ablation.TABLE}
 
 
 def listing() -> dict[str, str]:
@@ -80,8 +80,8 @@ def listing() -> dict[str, str]:
 def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Path | None = None) -> dict[str, Any]:
     """Run what is missing, then write the table. Returns where everything is.
 
-    `data_folder`: where a set lies that cannot be downloaded. Without it, or the set in its place at home, the cells
-    that need it are not run, and the table says so.
+    `data_folder`: where CelebA lies. Cells whose set cannot be downloaded and is neither there nor in its place at home
+    are not run, and the table says so.
     """
     known = tables()
     if name not in listing():
@@ -102,7 +102,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
         assert cell.options is not None
         data = cell.options["data"]
         if not _finished(path, cell):
-            if not (data_folder or sources.downloadable(data) or sources.cached(data)):
+            folder_of = data_folder if sources.family(data) == "celeba" else None
+            if not (folder_of or sources.downloadable(data) or sources.cached(data)):
                 continue
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
             # The ceiling depends on the data and the scoring alone: one cell finds it for all.
@@ -112,7 +113,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
                 table.scoring(full),
                 folder / "runs" / cell.name,
                 device,
-                data_folder=None if sources.downloadable(data) else data_folder,
+                data_folder=folder_of,
                 accuracy_real=next(known_real, None),
             )
             write_atomically(path, json.dumps(result, indent=1).encode())
@@ -122,10 +123,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
 
 def _check_folder(name: str, cells: list[Cell], folder: Path) -> None:
     """Now, not hours later, when the first cell needs it."""
-    if all(sources.downloadable(cell.options["data"]) for cell in cells if cell.options):
-        raise DatalensError(
-            f"--data-folder is for data sets that cannot be downloaded; {name} reads none: leave it out"
-        )
+    if not any(sources.family(cell.options["data"]) == "celeba" for cell in cells if cell.options):
+        raise DatalensError(f"--data-folder is for CelebA, which cannot be downloaded; {name} reads none: leave it out")
     if not folder.is_dir():
         raise DatalensError(f"--data-folder {folder} is not a folder")
 
@@ -155,7 +154,7 @@ def _run_cell(
     if problems:
         raise DatalensError(f"{run}: {problems[0]}")
     began = time.monotonic()
-    synthetic = sample(run / "release", count=scoring.count, seed=seed)
+    synthetic = sample(run / "release", count=scoring.count, seed=seed, device=choose_device(device))
     sample_seconds = time.monotonic() - began
     real = formats.load_some(data, most=scoring.count, folder=data_folder)
     test = formats.load(data, "test", folder=data_folder)

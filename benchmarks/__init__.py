@@ -1,0 +1,1 @@
+"""What the documentation claims about speed, each a command. (A package, since Opacus installs one of this name.)"""
