@@ -214,7 +214,7 @@ def _noisy_critic(question: Question, *, unclipped: float = 1.0) -> Trials:
         GradientGate(ledger, schedule(sigma), noise).release(sums[there])
         # A row so many times too long is a row that is not, with so many times less noise.
         actual = sigma / unclipped
-        gate = GradientGate(question.free, schedule(actual, steps=count), noise, block=count)
+        gate = GradientGate(question.free, schedule(actual, steps=count), noise, blocks=1)
         told = [
             gate.release(sums[there and len(poisson_sample(noise, 1, RATE)) > 0]).value.item() for _ in range(count)
         ]

@@ -42,7 +42,7 @@ def train(run: Run, pool: Pool, settings: NoisyCriticSettings, *, device: torch.
     seed = run.config["options"]["noise_seed"]
     noise = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
     whole = Schedule(sigma=s.sigma, rate=s.rate, steps=s.steps * s.block, unit=rows.bound, l2_bound=rows.l2_bound)
-    gate = GradientGate(run.ledger, whole, noise, block=s.block)
+    gate = GradientGate(run.ledger, whole, noise, blocks=s.steps)
 
     for block in run.steps(s.steps, student=student, teachers=Alone(critic, run.path / "checkpoints")):
         for step in range(block * s.block, (block + 1) * s.block):

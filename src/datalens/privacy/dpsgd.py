@@ -76,7 +76,7 @@ class GradientGate:
     """
 
     def __init__(
-        self, ledger: Ledger, schedule: Schedule, noise: NoiseSource, *, left: int = 0, block: int | None = None
+        self, ledger: Ledger, schedule: Schedule, noise: NoiseSource, *, left: int = 0, blocks: int = BLOCKS
     ) -> None:
         if ledger.budget.relation != "add-remove":
             raise DatalensError(
@@ -84,7 +84,6 @@ class GradientGate:
                 "price here; use --relation add-remove"
             )
         self.ledger, self.schedule, self.noise = ledger, schedule, noise
-        self._block = block or max(1, math.ceil(schedule.steps / BLOCKS))  # steps charged at a time
         self.charged = 0
         for event in ledger.events:
             same = isinstance(event, SubsampledGaussianEvent) and event == schedule.event(
@@ -97,6 +96,7 @@ class GradientGate:
         if not 0 <= left <= self.charged:
             raise DatalensError(f"{left} steps cannot be left of {self.charged} that were charged")
         self.left = left  # charged, and not taken yet
+        self._block = max(1, math.ceil(schedule.steps / blocks))
         self._number = len(ledger.events) - 1
 
     def release(self, contributions: BoundedSum) -> Released:
