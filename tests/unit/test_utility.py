@@ -171,7 +171,7 @@ def test_augmentation_moves_every_image_a_little(shape: tuple[int, int, int]) ->
     images = dots(height, width, channels=channels)
     moved = augment(images.clone(), torch.Generator().manual_seed(0))
     assert moved.shape == images.shape and moved.dtype == torch.float32
-    assert torch.isfinite(moved).all() and moved.abs().max() < 1 + 0.2 * 7
+    assert torch.isfinite(moved).all() and moved.abs().max() < 1 + 0.4 * 7
     found = centres(moved)
     assert len({tuple(row) for row in found.tolist()}) == len(images)  # each by its own amounts
     most = torch.tensor([height, width]) * 2 / 28
@@ -182,10 +182,12 @@ def test_augmentation_moves_every_image_a_little(shape: tuple[int, int, int]) ->
     assert torch.equal(moved, augment(images.clone(), torch.Generator().manual_seed(0)))
 
 
-def test_augmentation_noises_by_a_tenth_of_the_range_and_pads_with_the_border() -> None:
-    plain = augment(torch.full((64, 1, 28, 28), 0.5), torch.Generator().manual_seed(0))
+def test_augmentation_noises_by_up_to_a_fifth_of_the_range_and_pads_with_the_border() -> None:
+    plain = augment(torch.full((256, 1, 28, 28), 0.5), torch.Generator().manual_seed(0))
     assert plain.mean().item() == pytest.approx(0.5, abs=0.01)  # no black corners from outside of the image
-    assert plain.std().item() == pytest.approx(0.2, rel=0.02)  # of a range of 2
+    loud = plain.std(dim=(1, 2, 3))  # of each image, in a range of 2: anything from 0 to 0.4
+    assert loud.min() < 0.02 and 0.37 < loud.max() < 0.42
+    assert loud.mean().item() == pytest.approx(0.2, rel=0.1)
 
 
 def test_augmentation_turns_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ def test_utility_by_the_augmented_classifier(digits: Digits) -> None:
 def test_the_command_chooses_the_classifier(
     digits: Digits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_synthetic_of", lambda path, count: synthetic(digits.images[:200], digits.labels[:200]))
+    monkeypatch.setattr("datalens.commands.evaluate.synthetic_of", lambda path, count: synthetic(digits.images[:200], digits.labels[:200]))
     for more, expected in (([], "PaperCNN"), (["--classifier", "augmented"], "AugmentedCNN")):
         with pytest.raises(SystemExit) as ended:
             cli.main(["evaluate", "run", "--data", "digits", "--seeds", "1", "--epochs", "1", "--json", *more])

@@ -23,7 +23,7 @@ _RATE, _WEIGHT_DECAY, _WARM_UP = 2e-3, 1e-2, 0.1
 _SHIFT = 2 / 28  # of the side
 _TURN = 0.15  # radians
 _SCALE = 0.1
-_NOISE = 0.1  # of the range of a pixel
+_NOISE = 0.2  # of the range of a pixel
 _SMOOTHING = 0.1  # of labels: synthetic images are not as sure of their class as they claim
 
 
@@ -76,7 +76,8 @@ class AugmentedCNN(nn.Module):
 def augment(images: Tensor, random: torch.Generator) -> Tensor:
     """Each image of [b, c, h, w], values in [-1, 1], shifted, turned, scaled and noised by its own random amounts.
 
-    Each has a strength of its own, too: digits gain from being moved far, shirts from being left where they are.
+    Each has strengths of its own, too: digits gain from being moved far, shirts from being left where they are; and
+    who sees images of one noise only takes real ones, which have none, for another class.
     """
 
     def between(most: float, *shape: int) -> Tensor:  # uniform in ±most
@@ -91,7 +92,8 @@ def augment(images: Tensor, random: torch.Generator) -> Tensor:
     grid = F.affine_grid(torch.stack(rows, dim=1).view(count, 2, 3), list(images.shape), align_corners=False)
     moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
     noise = torch.randn(moved.shape, generator=random, device=images.device)
-    return moved.add_(noise, alpha=2 * _NOISE).contiguous(memory_format=torch.channels_last)
+    loud = torch.rand((count, 1, 1, 1), generator=random, device=images.device)
+    return moved.add_(noise.mul_(loud), alpha=2 * _NOISE).contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True, kw_only=True)

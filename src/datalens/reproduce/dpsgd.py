@@ -144,7 +144,7 @@ def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
     sigma = 0.0 if s.noise == "none" else s.sigma
     schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
     budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
-    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), block=schedule.steps)
+    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
     settings = replace(about, seed=seed, rate=s.rate)
     trainer = make_trainer(
         settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
