@@ -88,3 +88,32 @@ def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any]
 
 def test_the_papers_tables_are_complete() -> None:
     assert len(TABLE8) == 8 + 13 and all(set(row) == set(KS) for row in TABLE8.values())
+
+
+def test_one_training_is_charged_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real, but small: five steps on a few records of MNIST's shape."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (40, 1, 28, 28), generator=random, dtype=torch.uint8)
+    y = torch.randint(0, 10, (40,), generator=random)
+
+    def few(name: str, records: int | None, device: str) -> Any:
+        from datalens.config import SgdSettings
+        from datalens.datasets import sources
+
+        about = SgdSettings(
+            method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",
+            extractor="none", extractor_sha256="", features=0, selector="none", topk=1.0, clip=1.0, sigma=1.0,
+            batch_size=1, steps=1, rate=0.1, average=False,
+        )  # fmt: skip
+        return x, y, x, y, dpsgd.replace(sources.schema("mnist"), nominal_size=40), about
+
+    monkeypatch.setattr(dpsgd, "_data", few)
+    facts: dict[str, Any] = {"data": "mnist", "k": 0.8, "selector": "norm", "clip": 1.0, "batch": 8, "rate": 0.1}
+    facts |= {"sigma": 3.0, "steps": 5, "records": 40, "accountant": "rdp-improved"}
+    found = dpsgd.run(dpsgd.Setting(epsilon=5.0, **facts), 0, "cpu")
+    assert 0 < float(found["epsilon_spent"]) <= 5.0 and found["private"] and found["steps"] == 5
+    assert 0 <= found["accuracy"] <= 1 and 0 <= found["averaged"] <= 1
+    bare = dpsgd.run(dpsgd.Setting(epsilon=5.0, noise="none", **facts), 0, "cpu")
+    assert not bare["private"] and bare["epsilon_spent"] == "inf"

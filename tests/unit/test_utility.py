@@ -266,7 +266,10 @@ def test_utility_by_the_augmented_classifier(digits: Digits) -> None:
 def test_the_command_chooses_the_classifier(
     digits: Digits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("datalens.commands.evaluate.synthetic_of", lambda path, count: synthetic(digits.images[:200], digits.labels[:200]))
+    monkeypatch.setattr(
+        "datalens.commands.evaluate.synthetic_of",
+        lambda path, count: synthetic(digits.images[:200], digits.labels[:200]),
+    )
     for more, expected in (([], "PaperCNN"), (["--classifier", "augmented"], "AugmentedCNN")):
         with pytest.raises(SystemExit) as ended:
             cli.main(["evaluate", "run", "--data", "digits", "--seeds", "1", "--epochs", "1", "--json", *more])
