@@ -38,7 +38,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest -q --cov=datalens --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --cov=datalens --cov-report=
 	$(BIN)/python -m coverage report --include='*/datalens/privacy/*,*/datalens/bounded/*,*/datalens/private/partition.py' \
 	  --show-missing --fail-under=100
 

@@ -21,7 +21,7 @@ NAMES: tuple[AccountantName, ...] = ("exact", "rdp")
 def no_pld() -> Iterator[None]:
     """It is shown beside the others, takes most of the time, and has tests of its own (test_three_accountants)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accountant_module, "_pld_epsilon", lambda parts, delta: math.inf)
+        patch.setattr(accountant_module, "_pld_epsilon", lambda parts, delta, chosen=(): math.inf)
         yield
 
 

@@ -528,13 +528,13 @@ def test_pld_makes_one_of_many_gaussians_and_leaves_sampled_ones_alone(losses: L
 def test_where_pld_says_that_nothing_is_left_to_protect(losses: Losses) -> None:
     for quiet in ((gaussian(30.0), 1), (gaussian(14.0), 4), (sampled(1e4, 1e-25), 1)):
         assert losses.of(quiet)
-    for loud in ((gaussian(30.1), 1), (gaussian(16.0), 4), (sampled(1.01e4, 1e-25), 1), (sampled(31.0, 0.5), 1)):
+    for loud in ((gaussian(30.1), 1), (gaussian(16.0), 4), (sampled(1.01e4, 1e-25), 1), (sampled(45.0, 0.5), 1)):
         assert PLD.price([loud], 1e-5) == PLD.price([(gaussian(1e-3), 1), loud], 1e-5) == math.inf
     losses.answer = -0.5
     assert PLD.price([(gaussian(0.123), 1)], 1e-5) == 0.0
     assert accountant._loudness(0.5, 1.0) == 0.25
     assert accountant._loudness(0.5, 0.1) == pytest.approx(0.01 * math.expm1(0.25))
-    assert accountant._loudness(20.0, 0.5) == 400.0
+    assert accountant._loudness(20.0, 0.5) == 200.0
     assert accountant._loudness(20.0, 1e-25) == pytest.approx(1e-50 * math.expm1(100.0))
 
 
