@@ -535,7 +535,8 @@ def test_where_pld_says_that_nothing_is_left_to_protect(losses: Losses) -> None:
     assert accountant._loudness(0.5, 1.0) == 0.25
     assert accountant._loudness(0.5, 0.1) == pytest.approx(0.01 * math.expm1(0.25))
     assert accountant._loudness(20.0, 0.5) == 200.0
-    assert accountant._loudness(20.0, 1e-25) == pytest.approx(1e-50 * math.expm1(100.0))
+    assert accountant._loudness(20.0, 1e-25) == pytest.approx(1e-25 * 400)
+    assert accountant._loudness(20.0, 1e-60) == pytest.approx(1e-120 * math.expm1(100.0))
 
 
 def test_how_finely_pld_looks(losses: Losses) -> None:
