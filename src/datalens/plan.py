@@ -117,7 +117,7 @@ LEVELS, MOST_LEVELS = 16, 128
 SKETCH_ROWS, MOST_SKETCH = 5, 2**16
 
 # The one rule for every data set: what is public decides (docs/utility.md says how it was found).
-MOST_COORDINATES, LEAST_COORDINATES = 196, 16
+MOST_COORDINATES, LEAST_COORDINATES = 196, 64
 MOST_CELLS = 2**20  # of class covariances: each needs a draw of noise
 GRID = 2**14
 SMALLEST_MU = 2 * GRID**2 / MOST_NOISE  # of a release: below, its noise would be larger than any that is drawn
@@ -128,9 +128,9 @@ RELEASE_SHARES = {
     "texture_sums_share": 0.05,
     "texture_covariances_share": 0.49,
 }
-# Where the noise leaves room for fewer coordinates than the fewest: nothing about texture could be heard, and class
-# means and counts are most of what can be known.
-SCARCE = {"texture": 0, "sums_share": 0.4}
+# Where the noise leaves room for hardly any coordinates, nothing about texture could be heard, and class means and counts
+# are most of what can be known.
+HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
 
 
 def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> MomentSettings:
@@ -148,7 +148,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
             "exact"
         )
     room, heard = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes))), 0.12 * mu * records
-    size = int(max(LEAST_COORDINATES, min(room, heard)))
+    size = int(min(room, max(LEAST_COORDINATES, heard)))
     values: dict[str, Any] = RELEASE_SHARES | {
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
@@ -156,7 +156,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         "covariances_quantile": 0.8,
         "texture_steps": 12,
     }
-    if heard < LEAST_COORDINATES:
+    if heard < HARDLY_ANY:
         values |= SCARCE
     values |= {name: value for name in MOMENT_OVERRIDES if (value := getattr(options, name)) is not None}
     if values["texture"] == 0:
