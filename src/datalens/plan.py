@@ -128,8 +128,8 @@ RELEASE_SHARES = {
     "texture_sums_share": 0.05,
     "texture_covariances_share": 0.49,
 }
-# Where the noise leaves room for hardly any coordinates, nothing about texture could be heard, and class means and counts
-# are most of what can be known.
+# Where the noise leaves room for hardly any coordinates, nothing about texture could be heard, and class means and
+# counts are most of what can be known.
 HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
 
 
