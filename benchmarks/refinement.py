@@ -123,7 +123,10 @@ if __name__ == "__main__":
     parser.add_argument("--learning", type=int, default=4000, help="steps of the generator that learns the moments")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1e-4, 1e-5])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--images", type=int, default=held_out.COUNT, help="a classifier is trained on")
+    parser.add_argument("--epochs", type=int, default=held_out.EPOCHS)
     asked = parser.parse_args()
+    held_out.COUNT, held_out.EPOCHS = asked.images, asked.epochs
     print(json.dumps({"machine": describe(torch.device(asked.device))}), flush=True)
     with tempfile.TemporaryDirectory() as place:
         measure(asked, torch.device(asked.device), Path(place))

@@ -41,7 +41,10 @@ if __name__ == "__main__":
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--counts", type=int, nargs="+", default=[1000, 3000, 10_000, 50_000])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--images", type=int, default=held_out.COUNT, help="a classifier is trained on")
+    parser.add_argument("--epochs", type=int, default=held_out.EPOCHS)
     asked = parser.parse_args()
+    held_out.COUNT, held_out.EPOCHS = asked.images, asked.epochs
     print(json.dumps({"machine": describe(torch.device(asked.device))}), flush=True)
     for number in asked.counts:
         for budget in asked.epsilon:

@@ -20,7 +20,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
 from datalens.privacy.accountant import AccountantName
-from datalens.privacy.ledger import Budget, json_number, sync_directory
+from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
 
@@ -181,18 +181,8 @@ def _as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Bud
     folder = known.pop("data_folder", None)
     whole = {"epsilon": float(known.pop("epsilon")), "data_folder": None if folder is None else Path(folder), **known}
     options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
-    from datalens.privacy.ledger import read_ledger
-
-    return (
-        options,
-        SgdSettings.from_dict(config["settings"]),
-        Schema.from_dict(config["schema"]),
-        _budget_of(options.out, read_ledger),
-    )
-
-
-def _budget_of(out: Path, read: Any) -> Budget:
-    return read(out / "ledger.jsonl")[0]
+    budget, _ = read_ledger(options.out / "ledger.jsonl")
+    return options, SgdSettings.from_dict(config["settings"]), Schema.from_dict(config["schema"]), budget
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
