@@ -153,7 +153,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
         "sums_quantile": 0.9,
-        "covariances_quantile": 0.8,
+        "covariances_quantile": 0.5,
         "texture_steps": 12,
     }
     if heard < HARDLY_ANY:
