@@ -9,6 +9,7 @@ judge synthetic ones by (see judge.py).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -199,10 +200,15 @@ def _adam(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
     return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
 
 
-def _adamw(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=_RATE, weight_decay=_WEIGHT_DECAY)
-    at_least = round(2 / _WARM_UP)  # with fewer steps the warm-up would have none
-    return optimizer, OneCycleLR(optimizer, _RATE, total_steps=max(steps, at_least), pct_start=_WARM_UP)
+def _adamw(
+    net: nn.Module, steps: int, *, rate: float = _RATE, warm_up: float = _WARM_UP
+) -> tuple[Optimizer, LRScheduler]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY)
+    at_least = round(2 / warm_up)  # with fewer steps the warm-up would have none
+    return optimizer, OneCycleLR(optimizer, rate, total_steps=max(steps, at_least), pct_start=warm_up)
+
+
+_fast_adamw = partial(_adamw, rate=8e-3, warm_up=0.2)  # means over an image, as a ResNet has them, learn slowly
 
 
 CLASSIFIERS: dict[ClassifierName, Classifier] = {
@@ -242,7 +248,7 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
     "resnet": Classifier(
         description="SmallResNet: conv 3x3 32, residual blocks 64, 128, … to about 7x7, batch norm; AdamW, one cycle",
         network=SmallResNet,
-        optimizer=_adamw,
+        optimizer=_fast_adamw,
         augment=_as_they_are,
         smoothing=0.0,
         whole_batches=True,
@@ -250,7 +256,7 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
     "judge": Classifier(
         description="SmallResNet; AdamW, one cycle; shifts of up to 1/14 of the side on every batch",
         network=SmallResNet,
-        optimizer=_adamw,
+        optimizer=_fast_adamw,
         augment=shift,
         smoothing=0.0,
         whole_batches=True,

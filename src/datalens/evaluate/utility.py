@@ -84,8 +84,8 @@ def evaluate(
     """
     if seeds < 1:
         raise DatalensError(f"at least one seed is needed, not {seeds}")
-    _check_like(synthetic, "real training set", real_train_images, real_train_labels)
-    _check_like(synthetic, "test set", test_images, test_labels)
+    check_like(synthetic, "real training set", real_train_images, real_train_labels)
+    check_like(synthetic, "test set", test_images, test_labels)
 
     def score(images: NDArray[np.uint8], labels: NDArray[np.int64], seed: int, label: str) -> Scores:
         return train_and_score(
@@ -240,7 +240,7 @@ def normalise(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
-def _check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+def check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
     expected, classes = synthetic.images.shape[1:], len(synthetic.classes)
     if images.dtype != np.uint8 or images.shape[1:] != expected:
         raise DatalensError(
