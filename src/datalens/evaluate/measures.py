@@ -250,9 +250,8 @@ def _inception_lines(found: dict[str, Any]) -> list[str]:
 
 def _fid_lines(found: dict[str, Any]) -> list[str]:
     said = [
-        f"FID {found['fid']:.3f} ({found['synthetic']} synthetic against {found['real']} real images); "
-        f"{found['held_out']} held-out real images: {found['fid_real']:.3f}",
-        f"in these features: {found['features']}",
+        f"FID {found['fid']:.3f} ({found['features']}; {found['synthetic']} synthetic against {found['real']} real "
+        f"images); {found['held_out']} held-out real images: {found['fid_real']:.3f}",
     ]
     if not found["enough"]:
         said.append("there are fewer images than features: this FID is mostly bias, ask for more with --count")
@@ -264,8 +263,8 @@ def _faithfulness_lines(found: dict[str, Any]) -> list[str]:
     four = ("precision", "recall", "density", "coverage")
     missing = f"; no image of {', '.join(balance['missing'])}" if balance["missing"] else ""
     return [
-        ", ".join(f"{name} {found[name]:.3f} (held-out real images: {real[name]:.3f})" for name in four),
-        f"in these features: {found['features']}",
+        ", ".join(f"{name} {found[name]:.3f} (held-out real images: {real[name]:.3f})" for name in four)
+        + f" ({found['features']})",
         f"distance to training images is {near['ratio']:.4f} (95 %: {near['interval'][0]:.4f} to "
         f"{near['interval'][1]:.4f}) of that to as many held-out images; by chance: {near['chance'][0]:.4f} to "
         f"{near['chance'][1]:.4f}; copies of training images: {near['copies']}, of held-out ones: "
