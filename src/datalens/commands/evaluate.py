@@ -47,6 +47,7 @@ class Evaluate:
 
     def __call__(self) -> int:
         from datalens.datasets import formats
+        from datalens.datasets.records import Dataset
         from datalens.evaluate import measures
         from datalens.evaluate.classifiers import UTILITY
         from datalens.training import choose_device
@@ -61,7 +62,6 @@ class Evaluate:
         dataset = synthetic_of(self.synthetic, needed)
         settings = measures.Settings(
             data=self.data,
-            data_folder=None if self.data_folder is None else str(self.data_folder),
             sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
             seeds=self.seeds,
@@ -71,7 +71,11 @@ class Evaluate:
             real=self.real,
             judge_epochs=self.judge_epochs,
         )
-        bench = measures.Bench(dataset, test, settings, device=device, fresh=self.fresh)
+
+        def training(most: int) -> Dataset:
+            return formats.load_some(self.data, most=most, folder=self.data_folder)
+
+        bench = measures.Bench(dataset, test, training, settings, device=device, fresh=self.fresh)
         results = {}
         for name in names:
             results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from datalens.datasets import formats
 from datalens.datasets.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import cache, features, judge, utility
@@ -42,7 +41,6 @@ class Settings:
     """How to measure. `real`: training images to compare with and to train the judge on, at most."""
 
     data: str
-    data_folder: str | None = None
     sizes: tuple[int, ...]
     classifiers: tuple[ClassifierName, ...] = ("paper",)
     seeds: int = 3
@@ -67,19 +65,23 @@ _USED = {
 
 
 class Bench:
-    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed."""
+    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed.
+
+    `training`: so many training records at most, drawn at random.
+    """
 
     def __init__(
         self,
         synthetic: SyntheticDataset,
         test: Dataset,
+        training: Callable[[int], Dataset],
         settings: Settings,
         *,
         device: torch.device | str,
         fresh: bool = False,
     ) -> None:
         self.synthetic, self.test, self.settings = synthetic, test, settings
-        self.device, self.fresh = device, fresh
+        self.device, self.fresh, self._some = device, fresh, training
 
     def measure(self, name: Measure) -> dict[str, Any]:
         """Date, settings and values."""
@@ -112,12 +114,11 @@ class Bench:
     @cached_property
     def _few(self) -> Dataset:
         """As many training images as synthetic ones at most: what utility compares with."""
-        most = min(max(self.settings.sizes), len(self.synthetic.images))
-        return formats.load_some(self.settings.data, most=most, folder=self.settings.data_folder)
+        return self._some(min(max(self.settings.sizes), len(self.synthetic.images)))
 
     @cached_property
     def _training(self) -> Dataset:
-        return formats.load_some(self.settings.data, most=self.settings.real, folder=self.settings.data_folder)
+        return self._some(self.settings.real)
 
     @cached_property
     def _judge(self) -> judge.Judge:
