@@ -23,7 +23,13 @@ from datalens import progress
 from datalens.privacy.ledger import Ledger
 
 # What methods log, in few words; other names are shown as they are.
-WORDS = {"mean_vote": "agreement", "real": "agreement", "answered": "agreement", "teacher_loss": "teachers' loss"}
+WORDS = {
+    "agreement": "agreement of teachers",
+    "agreement_noise": "noise alone would show",
+    "real": "taken for real",
+    "answered": "agreement of teachers",
+    "teacher_loss": "teachers' loss",
+}
 
 
 class View:
@@ -69,7 +75,7 @@ class View:
     def told(self, values: dict[str, float]) -> None:
         if self.shown and values:
             said = "   ".join(
-                f"{WORDS.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()
+                f"{WORDS.get(name, name.replace('_', ' '))} {value:.3g}" for name, value in values.items()
             )
             self._values.plain = said + "   (for the owner: not covered by ε)"
 

@@ -87,9 +87,13 @@ def read(run: Path, release: Path, name: str) -> Entry:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """What to call each: its last part, or all of the path where two are alike."""
-    short = [run.resolve().name for run in runs]
-    return [str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)]
+    """What to call each: as much of the end of its path as tells them apart."""
+    parts = [run.resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts))):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(run) for run in runs]
 
 
 def lines(entries: Sequence[Entry]) -> list[str]:

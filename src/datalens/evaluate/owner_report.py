@@ -14,7 +14,7 @@ from datalens.runs import read_config, write_atomically
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # What methods log, and how a person calls it; other names are shown as they are.
 METRICS = {
-    "mean_vote": "Agreement of teachers: size of a noisy vote sum, by the number of teachers",
+    "agreement": "Agreement of teachers: 1 if all vote alike; what lies under the line of noise alone says nothing",
     "real": "Agreement of teachers: part of them that take a synthetic image for real, with noise",
     "answered": "Agreement of teachers: part of the questions on which enough of them seemed to agree",
     "teacher_loss": "Loss of the teachers",
@@ -28,6 +28,9 @@ MEASURES = {
     "fid": "FID",
     "faithfulness": "Faithfulness",
 }
+# What has no chart of its own; and which lines share one.
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise")
+BESIDE = {"agreement": ("agreement_noise", "noise alone")}
 MOST_ROWS = 60
 
 
@@ -179,15 +182,19 @@ def with_spread(value: float, spread: float | None) -> str:
 
 def _names(lines: list[dict[str, Any]]) -> list[str]:
     """What was logged, agreement first."""
-    logged = dict.fromkeys(name for line in lines for name in line if name not in ("step", "time", "epsilon_spent"))
+    logged = dict.fromkeys(name for line in lines for name in line if name not in UNSHOWN)
     return sorted(logged, key=lambda name: list(METRICS).index(name) if name in METRICS else len(METRICS))
 
 
 def _chart(lines: list[dict[str, Any]], name: str) -> str:
+    series = [_series(lines, name, _name(name)), *(_series(lines, *other) for other in (BESIDE.get(name),) if other)]
+    return charts.line_chart(series, title=METRICS.get(name, _name(name)), x="step", y="private: not covered by ε")
+
+
+def _series(lines: list[dict[str, Any]], name: str, shown: str) -> charts.Series:
     points = [(float(line["step"]), value) for line in lines if (value := number(line, name)) is not None]
     kept = tuple(points[i] for i in charts.thinned(len(points)))
-    series = charts.Series(name=_name(name), points=kept, dots=len(kept) < 12)
-    return charts.line_chart([series], title=METRICS.get(name, _name(name)), x="step", y="private: not covered by ε")
+    return charts.Series(name=shown, points=kept, dots=len(kept) < 12)
 
 
 def _duration(lines: list[dict[str, Any]]) -> str:

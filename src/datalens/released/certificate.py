@@ -321,6 +321,8 @@ def _report_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
     """The page for people is not certified, it may be written anew; but it must be whole, and of this certificate."""
     if not (release / REPORT).exists():
         return []
+    if not (release / REPORT).is_file():
+        return [f"{REPORT} is not a file"]
     problem = seal_problem((release / REPORT).read_bytes(), str(certificate["sha256"].get("certificate")))
     return [] if problem is None else [f"{REPORT} {problem}"]
 

@@ -48,6 +48,15 @@ model, classes = load_classifier(Path("release"))  # a torch module"""
 
 def page(release: Path) -> bytes:
     """All a data steward needs, from released values only, sealed."""
+    try:
+        return sealed(_page(release))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # anybody may have edited it
+        raise DatalensError(
+            f"{release} holds something that cannot be shown ({type(error).__name__}): fetch the release again"
+        ) from error
+
+
+def _page(release: Path) -> bytes:
     c = certificates.read_certificate(release)
     budget, events = read_ledger(release / certificates.LEDGER)
     settings, schema = parse_settings(c["settings"]), Schema.from_dict(c["public"])
@@ -55,29 +64,27 @@ def page(release: Path) -> bytes:
     shown = () if classifier else shown_classes(release)
     curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events)
     releases = grouped(events, settings)
-    return sealed(
-        render(
-            "release.html",
-            **_guarantee(c, budget),
-            certificate_hash=c["sha256"]["certificate"],
-            title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
-            eyebrow="datalens · privacy report",
-            contents=CONTENTS,
-            public=c["public"],
-            size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
-            seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
-            picture=None if classifier else picture_of(release, shown, schema.name),
-            left_out=[] if classifier else _left_out(shown, schema),
-            chart=budget_chart(curves, budget),
-            curve=_table(curves),
-            releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
-            releases=releases[:MOST_LINES],
-            more_releases=max(0, len(releases) - MOST_LINES),
-            code=_MODEL if classifier else _SAMPLE,
-            hashes=sorted((name, value) for name, value in c["sha256"].items() if name != "certificate"),
-            settings=[(name.replace("_", " "), value) for name, value in c["settings"].items()],
-            versions=list(c["versions"].items()),
-        )
+    return render(
+        "release.html",
+        **_guarantee(c, budget),
+        certificate_hash=c["sha256"]["certificate"],
+        title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
+        eyebrow="datalens · privacy report",
+        contents=CONTENTS,
+        public=c["public"],
+        size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
+        seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
+        picture=None if classifier else picture_of(release, shown, schema.name),
+        left_out=[] if classifier else _left_out(shown, schema),
+        chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
+        curve=_table(curves),
+        releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
+        releases=releases[:MOST_LINES],
+        more_releases=max(0, len(releases) - MOST_LINES),
+        code=_MODEL if classifier else _SAMPLE,
+        hashes=sorted((name, value) for name, value in c["sha256"].items() if name != "certificate"),
+        settings=[(name.replace("_", " "), value) for name, value in c["settings"].items()],
+        versions=list(c["versions"].items()),
     )
 
 
@@ -85,7 +92,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """What the certificate says, in words."""
     added = budget.relation == "add-remove"
     sure = 1 / (1 + math.exp(-min(budget.epsilon, 700.0)))
-    mechanism = c["mechanism"]
+    mechanism, stamp = c["mechanism"], "" if c["private"] else f"; {certificates.NOT_PRIVATE}"
     return {
         "private": c["private"],
         "statement": c["statement"],
@@ -93,7 +100,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "delta": budget.delta,
         "relation": budget.relation,
         "accountant": budget.accountant,
-        "terms": f"δ = {said(budget.delta)}, {budget.relation}, {budget.accountant} accountant",
+        "terms": f"δ = {said(budget.delta)}, {budget.relation}, {budget.accountant} accountant{stamp}",
         "spent": float(c["epsilon_spent"]),
         "charges": mechanism["events"],
         "unit": c["privacy_unit"],
@@ -169,12 +176,12 @@ def budget_curves(budget: Budget, events: Sequence[Event]) -> list[charts.Series
     return found
 
 
-def budget_chart(curves: Sequence[charts.Series], budget: Budget) -> str:
+def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str) -> str:
     if not curves:
         return ""
     return charts.line_chart(
         curves,
-        title="Budget over the run",
+        title=f"{stamp} Budget over the run".strip(),
         x="releases charged",
         y=f"ε spent (δ = {said(budget.delta)}, {budget.relation})",
         limit=budget.epsilon if math.isfinite(budget.epsilon) else None,
