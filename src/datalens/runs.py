@@ -156,10 +156,12 @@ class Run:
             raise
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-        self.ledger.close()
-        self._lock.close()
+        try:
+            if self._board is not None:
+                self._board.close()
+        finally:
+            self.ledger.close()
+            self._lock.close()
 
     def steps(self, count: int, *, student: Stateful, teachers: Spread) -> Iterator[int]:
         """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,25 @@ def test_comparing_refuses_a_certificate_that_does_not_stand(copy, tmp_path):
     (copy / "release" / "samples.png").write_bytes(b"another")
     assert "does not stand" in call("compare", copy, "--out", tmp_path / "c.html").refused()
     assert not (tmp_path / "c.html").exists()
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [(*SMALL, "--steps", 3), ("--data", "digits")], ids=["topagg", "moments"])
+def test_tensorboard_logs_lie_on_the_private_side(method, tmp_path):
+    run = tmp_path / "run"
+    call("train", *method, "--out", run, "--tensorboard").succeeded()
+    assert [path.stat().st_mode & 0o777 for path in (run / "tensorboard").iterdir()] == [0o600]
+    assert (run / "tensorboard").stat().st_mode & 0o777 == 0o700
+    assert "tensorboard" not in json.loads((run / "config.json").read_text())["options"]
+    assert not [path for path in (run / "release").iterdir() if b"tfevents" in path.read_bytes()]
+    call("verify", run).succeeded()
+    call("train", "--resume", "--out", run).succeeded()  # with or without: it changes no result
+
+
+def test_without_tensorboard_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    line = call("train", *SMALL, "--steps", 3, "--out", tmp_path / "run", "--tensorboard").refused()
+    assert "datalens[tensorboard]" in line
+    assert list(tmp_path.iterdir()) == []

@@ -72,9 +72,10 @@ class Decode:
 def agreement(released: Released, *, teachers: int, longest: float) -> tuple[float, float]:
     """How long the sum of rows is, noise taken off, as a part of what it would be if all teachers said the same.
 
-    From the released value alone. And the part that noise by itself may show: below it, nothing can be told.
+    From the released value alone. And what noise by itself hardly ever passes (two standard deviations of the square):
+    below that, nothing can be told.
     """
     value, variance = released.value.astype(np.float64), released.event.sigma**2
     signal = float(np.square(value).sum()) - value.size * variance
     whole = teachers * longest
-    return math.sqrt(max(signal, 0.0)) / whole, math.sqrt(math.sqrt(2 * value.size) * variance) / whole
+    return math.sqrt(max(signal, 0.0)) / whole, math.sqrt(2 * math.sqrt(2 * value.size) * variance) / whole

@@ -27,8 +27,9 @@ CONTENTS = (
     ("check", "Check it"),
     ("settings", "Settings"),
 )
-MOST_STOPS, SLOW_STOPS = 40, 8  # of a curve; `prv` and `pld` take a while for each
+MOST_STOPS, SLOW_STOPS = 40, 12  # of a curve; `prv` and `pld` take a while for each
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
+SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
 MOST_LINES = 20  # of the table of releases
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
 _KINDS = {
@@ -107,7 +108,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "neighbours": "present or absent" if added else "replaced by another",
         "happens": "was in the data or not" if added else "was this one or any other",
         "factor": f"{math.exp(min(budget.epsilon, 700.0)):.3g}",
-        "surest": f"{100 * sure:.3g} %" if sure < 0.9995 else "almost completely",
+        "surest": f"{100 * sure:.3g} %" if budget.epsilon <= SAYS_LITTLE else "",
         "mechanism": mechanism["name"][:1].upper() + mechanism["name"][1:],
         "sensitivity": mechanism["sensitivity"],
         "price": mechanism.get("price", "as Gaussian noise of variance sigma²"),
@@ -172,7 +173,7 @@ def budget_curves(budget: Budget, events: Sequence[Event]) -> list[charts.Series
         except DatalensError:  # it has no price for events like these
             continue
         points = tuple((float(stop), price) for stop, price in zip(stops, prices, strict=True))
-        found.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(events) < MOST_STOPS))
+        found.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(stops) == len(events) + 1))
     return found
 
 
