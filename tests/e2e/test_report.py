@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("quickly")
 # Where a run keeps what is private, and a value there that must not come through.
 CANARIES = {
     "metrics.jsonl": ('{"step": 0, "time": 1.0, "epsilon_spent": "1", "teacher_loss": 0.31337133}', "0.3134"),
-    "evaluation.json": ('{"utility": {"accuracy": 0.987654, "note": "canary-evaluation"}}', "canary-evaluation"),
+    "evaluation.json": (
+        '{"utility": {"accuracy": 0.987654, "note": "canary-evaluation"}, "fid": {"fid": 12.5, "features": "own"}}',
+        "canary-evaluation",
+    ),
     "audit.json": ('{"attacks": {"lines": ["canary-audit"], "lower_bound": 0.31}}', "canary-audit"),
 }
 
@@ -160,6 +163,7 @@ def test_what_is_not_private_is_stamped(options, words, tmp_path):
     for found in re.finditer(r"ε = (\d|inf)", text):
         assert "NOT PRIVATE" in text[found.start() : found.start() + 100]
     assert "NOT PRIVATE, do not hand on" in call("report", tmp_path / "run").succeeded().out
+    assert text_of(tmp_path / "run" / "owner.html").count("NOT PRIVATE") == 2
 
 
 def test_a_run_from_moments_names_its_releases(tmp_path):
@@ -198,6 +202,7 @@ def test_runs_side_by_side(copy, classifier, tmp_path):
     assert result["for_the_owner_only"]
     assert [run["accuracy"] is not None for run in result["runs"]] == [True, True]
     assert result["runs"][0]["accuracy"] == 0.987654
+    assert (result["runs"][0]["FID, own"], result["runs"][0]["run"]) == (12.5, f"{tmp_path.name}/run")
     assert {"epsilon", "delta", "relation", "accountant", "private"} <= set(result["runs"][0])
     assert problems(out.read_bytes()) == []
     text = text_of(out)
@@ -205,7 +210,7 @@ def test_runs_side_by_side(copy, classifier, tmp_path):
     assert "Accuracy against ε: digits" in text
     assert out.stat().st_mode & 0o777 == 0o600
     lines = call("compare", copy, classifier, "--out", out).succeeded().out.splitlines()
-    assert lines[1].split()[0].endswith("/run") and "for the owner" in lines[3]
+    assert lines[1].split()[0] == f"{tmp_path.name}/run" and "for the owner" in lines[3]
 
 
 def test_releases_side_by_side_hold_nothing_private(trained, tmp_path):

@@ -641,4 +641,7 @@ def test_the_report_of_another_release_is_caught(release: Path, originals: dict[
 def test_a_folder_in_the_place_of_the_report_is_caught(release: Path) -> None:
     (release / REPORT).unlink()
     (release / REPORT).mkdir()
-    assert check_release(release).problems == (f"{REPORT} is not a file",)
+    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    (release / REPORT).rmdir()
+    (release / REPORT).write_bytes(b" " * 5_000_001)
+    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)

@@ -261,7 +261,12 @@ def test_equal_releases_are_one_line() -> None:
 
 def test_any_json_becomes_tables() -> None:
     found = owner_report.blocks(
-        {"a": 1, "deep": {"b": [1, 2], "c": {"d": "e"}}, "rows": [{"x": 1}, {"y": {"z": 2}}], "m": [[1, 0], [0, 1]]}
+        {
+            "a": 1,
+            "deep": {"b": [1, 2], "c": {"d": "e"}},
+            "rows": [{"x": 1, "long": [[1]]}, {"y": {"z": 2}}],
+            "m": [[1, 0], [0, 1]],
+        }
     )
     assert [(block["kind"], block["title"]) for block in found] == [
         ("plain", ""),
@@ -275,9 +280,19 @@ def test_any_json_becomes_tables() -> None:
 
 def test_the_headline_has_the_ceiling_beside_the_accuracy() -> None:
     found = owner_report.headline(
-        {"utility": {"accuracy": 0.71, "accuracy_std": 0.02, "accuracy_real": 0.97}, "fid": {"fid": 12.5}}
+        {
+            "note": "for the owner",
+            "utility": {"accuracy": 0.71, "accuracy_std": 0.02, "accuracy_real": 0.97},
+            "fid": {"fid": 12.5, "fid_real": 1.5, "features": "own"},
+            "faithfulness": {"precision": 0.8, "overlap_real": {"precision": 0.9}, "nearness": {"leak": True}},
+        }
     )
-    assert [text for _, text in found] == ["0.7100 ± 0.0200", "0.9700", "12.5"]
+    assert [line[1:] for line in found] == [
+        ("0.71 ± 0.02", "real images: 0.97"),
+        ("12.5", "real images: 1.5; own"),
+        ("0.8", "real images: 0.9"),
+        ("FOUND", ""),
+    ]
     assert owner_report.headline({"utility": {"accuracy": math.nan}, "fid": "broken", "inception_score": {}}) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.evaluate.owner_report import EVALUATION, as_dict, number, read_facts, read_metrics, with_spread
+from datalens.evaluate.owner_report import EVALUATION, HEADLINES, as_dict, number, read_facts, read_metrics, with_spread
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number
 from datalens.released import certificate as certificates
@@ -70,11 +70,10 @@ def read(run: Path, release: Path, name: str) -> Entry:
         logged = [found for line in read_metrics(run) if (found := number(line, "accuracy")) is not None]
         accuracy = logged[-1] if logged else None
     others = {}
-    for measure in ("inception_score", "fid", "faithfulness"):
-        for key in (measure, "score", "mean", "value", "precision", "recall", "density", "coverage"):
-            value = number(as_dict(evaluation.get(measure)), key)
-            if value is not None:
-                others[measure if key in (measure, "score", "mean", "value") else key] = value
+    for measure, called, key, _ in HEADLINES[1:]:
+        fields = as_dict(evaluation.get(measure))
+        if (value := number(fields, key)) is not None:
+            others[f"{called}, {fields['features']}" if "features" in fields else called] = value
     return Entry(
         name=name,
         release=release,
@@ -137,7 +136,7 @@ def page(entries: Sequence[Entry]) -> bytes:
         ),
         private=measured(entries),
         unsafe=[entry.name for entry in entries if not entry.certificate["private"]],
-        head=(*COLUMNS, *(name.replace("_", " ") for name in extra)),
+        head=(*COLUMNS, *extra),
         rows=[(*_cells(entry), *(entry.others.get(name) for name in extra)) for entry in entries],
         charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data))],
         pictures=[(entry.name, _picture(entry)) for entry in entries[:MOST_PICTURES]],

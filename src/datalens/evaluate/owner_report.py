@@ -23,7 +23,7 @@ METRICS = {
     "sigma": "Noise of a release (σ)",
 }
 MEASURES = {
-    "utility": "Utility: classifiers trained on synthetic images, tested on real ones",
+    "utility": "Utility",
     "inception_score": "Inception Score",
     "fid": "FID",
     "faithfulness": "Faithfulness",
@@ -32,6 +32,14 @@ MEASURES = {
 UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise")
 BESIDE = {"agreement": ("agreement_noise", "noise alone")}
 MOST_ROWS = 60
+# Measure, what to call it, its key, and that of the same on real data.
+HEADLINES = (
+    ("utility", "Accuracy of a classifier that saw synthetic images only", "accuracy", "accuracy_real"),
+    ("inception_score", "Inception Score", "score", "score_real"),
+    ("fid", "FID", "fid", "fid_real"),
+    ("faithfulness", "Precision", "precision", "overlap_real"),
+    ("faithfulness", "Recall", "recall", "overlap_real"),
+)
 
 
 def page(run: Path) -> bytes:
@@ -42,6 +50,7 @@ def page(run: Path) -> bytes:
     lines = read_metrics(run)
     evaluation, audit = read_facts(run, EVALUATION), read_facts(run, AUDIT)
     settings, schema = config["settings"], config["schema"]
+    stamp = " NOT PRIVATE." if math.isinf(budget.epsilon) or settings.get("noise_seeded") else ""
     return render(
         "owner.html",
         title=f"{settings['method']} on {schema['name']}, for its owner",
@@ -53,8 +62,8 @@ def page(run: Path) -> bytes:
             ("audit", "Audit"),
         ),
         facts=[
-            ("Budget", budget.describe(budget.epsilon)),
-            ("Spent", f"{budget.describe(spent)}, in {len(events)} charges"),
+            ("Budget", budget.describe(budget.epsilon) + stamp),
+            ("Spent", f"{budget.describe(spent)}, in {len(events)} charges{stamp}"),
             ("Data", config["options"]["data"]),
             ("Preset", settings["preset"]),
             ("Steps logged", len(lines)),
@@ -105,21 +114,20 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(found)]
 
 
-def headline(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures one looks for first: accuracy with its ceiling, and one number for each other measure."""
+def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The figures one looks for first: name, value, and beside it what real data reach and in which features."""
     found = []
-    utility = as_dict(evaluation.get("utility"))
-    if (accuracy := number(utility, "accuracy")) is not None:
-        spread = number(utility, "accuracy_std")
-        found.append(("Accuracy, trained on synthetic images", with_spread(accuracy, spread)))
-    if (ceiling := number(utility, "accuracy_real")) is not None:
-        found.append(("Ceiling: the same classifier on as many real images", f"{ceiling:.4f}"))
-    for name, keys in (("inception_score", ("inception_score", "score", "mean", "value")), ("fid", ("fid", "value"))):
-        measure = as_dict(evaluation.get(name))
-        for key in keys:
-            if (value := number(measure, key)) is not None:
-                found.append((MEASURES[name], said(value)))
-                break
+    for measure, name, key, real in HEADLINES:
+        fields = as_dict(evaluation.get(measure))
+        if (value := number(fields, key)) is not None:
+            ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
+            beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
+            beside += [str(fields["features"])] if "features" in fields else []
+            found.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
+    nearness = as_dict(as_dict(evaluation.get("faithfulness")).get("nearness"))
+    if "leak" in nearness:
+        leak = "FOUND" if nearness["leak"] else "not found"
+        found.append(("Images closer to training records than to others", leak, ""))
     return found
 
 
@@ -145,8 +153,8 @@ def blocks(value: dict[str, Any], title: str = "") -> list[dict[str, Any]]:
 
 
 def _listed(items: list[dict[str, Any]], title: str) -> dict[str, Any]:
-    """A list of objects as one table; what is nested in them is written out."""
-    head = list(dict.fromkeys(name for item in items for name in item))
+    """A list of objects as one table; what is nested in them is written out, lists are left out."""
+    head = list(dict.fromkeys(name for item in items for name, value in item.items() if not isinstance(value, list)))
     rows = [[_flat(item.get(name)) for name in head] for item in items[:MOST_ROWS]]
     return {"kind": "table", "title": title, "head": [_name(name) for name in head], "rows": rows}
 
@@ -177,7 +185,7 @@ def _without(value: Any, name: str) -> dict[str, Any]:
 
 
 def with_spread(value: float, spread: float | None) -> str:
-    return f"{value:.4f}" + ("" if spread is None else f" ± {spread:.4f}")
+    return said(value) + ("" if spread is None else f" ± {spread:.2g}")
 
 
 def _names(lines: list[dict[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ import jinja2
 from datalens.errors import DatalensError
 
 REPORT, OWNER = "report.html", "owner.html"
+MOST_BYTES = 5_000_000  # of a page that is sealed
 GENERATOR = b'<meta name="generator" content="datalens">'
 _SEAL = re.compile(rb"<!-- sha256 of everything above: ([0-9a-f]{64}) -->\n\Z")
 _CERTIFICATE = re.compile(rb'<meta name="datalens-certificate" content="([0-9a-f]{64})">')

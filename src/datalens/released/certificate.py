@@ -15,7 +15,7 @@ from typing import Any
 from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.pages import REPORT, seal_problem
+from datalens.pages import MOST_BYTES, REPORT, seal_problem
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import (
@@ -321,8 +321,8 @@ def _report_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
     """The page for people is not certified, it may be written anew; but it must be whole, and of this certificate."""
     if not (release / REPORT).exists():
         return []
-    if not (release / REPORT).is_file():
-        return [f"{REPORT} is not a file"]
+    if not (release / REPORT).is_file() or (release / REPORT).stat().st_size > MOST_BYTES:
+        return [f"{REPORT} is not a page of ours"]
     problem = seal_problem((release / REPORT).read_bytes(), str(certificate["sha256"].get("certificate")))
     return [] if problem is None else [f"{REPORT} {problem}"]
 

@@ -27,7 +27,7 @@ CONTENTS = (
     ("check", "Check it"),
     ("settings", "Settings"),
 )
-MOST_STOPS, SLOW_STOPS = 40, 12  # of a curve; `prv` and `pld` take a while for each
+MOST_STOPS, SLOW_STOPS = 40, 7  # of a curve; `prv` and `pld` take a while for each
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
 MOST_LINES = 20  # of the table of releases
