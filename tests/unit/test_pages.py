@@ -1,13 +1,16 @@
 """Pages: the rules they keep, charts, colours; and pages that break a rule must be found."""
 
+import base64
 import json
 import math
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from datalens.errors import DatalensError
 from datalens.evaluate import owner_report
@@ -254,6 +257,20 @@ def test_equal_releases_are_one_line() -> None:
     assert lines[0] == ("a sum, with Gaussian noise", 2, 2.0, 100.0)
     assert lines[2][0] == "without noise"
     assert "does not know" in lines[3][0]
+
+
+def test_a_large_picture_is_drawn_smaller(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "samples.png")
+    assert (tmp_path / "samples.png").stat().st_size > report.MOST_PICTURE
+    found = report.picture_of(tmp_path, ("a",), "noise")
+    assert len(found["base64"]) < 4_100_000
+    assert found["width"] == found["height"] < 1200
+    with Image.open(BytesIO(base64.b64decode(found["base64"]))) as drawn:
+        assert drawn.size == (found["width"], found["height"])
+    (tmp_path / "samples.png").write_bytes(b"no picture")
+    with pytest.raises(DatalensError, match="not a picture"):
+        report.picture_of(tmp_path, ("a",), "noise")
 
 
 # --- the owner's side -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from datalens.privacy.ledger import json_number
 from datalens.released import certificate as certificates
 from datalens.released import report
 
-MOST_PICTURES = 12
+MOST_PICTURES, MOST_BYTES = 12, 250_000  # and of each
 COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling")
 
 
@@ -169,7 +169,7 @@ def _picture(entry: Entry) -> dict[str, Any] | None:
     if certificates.weights_of(entry.certificate) == certificates.MODEL:
         return None
     schema = Schema.from_dict(entry.certificate["public"])
-    found = report.picture_of(entry.release, report.shown_classes(entry.release), schema.name)
+    found = report.picture_of(entry.release, report.shown_classes(entry.release), schema.name, most=MOST_BYTES)
     return {**found, "caption": entry.name}
 
 

@@ -30,6 +30,7 @@ CONTENTS = (
 MOST_STOPS, SLOW_STOPS = 40, 7  # of a curve; `prv` and `pld` take a while for each
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
+MOST_PICTURE = 3_000_000  # bytes; a third more on the page
 MOST_LINES = 20  # of the table of releases
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
 _KINDS = {
@@ -141,11 +142,15 @@ def _left_out(shown: Sequence[str], schema: Schema) -> list[str]:
     return [name for name in schema.classes[:10] if name not in shown]
 
 
-def picture_of(release: Path, shown: Sequence[str], name: str) -> dict[str, Any]:
-    """The certified picture as it is, to be drawn into the page."""
+def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MOST_PICTURE) -> dict[str, Any]:
+    """The certified picture, to be drawn into the page: as it is, or smaller where it would be too much for one."""
     content = (release / certificates.PICTURE).read_bytes()
     try:
         with Image.open(BytesIO(content)) as image:
+            image.load()
+            while len(content) > most:
+                image.thumbnail((image.width * 3 // 4, image.height * 3 // 4))
+                content = _png(image)
             width, height = image.size
     except (OSError, ValueError, SyntaxError) as error:
         raise DatalensError(f"{release / certificates.PICTURE} is not a picture: fetch the release again") from error
@@ -157,6 +162,12 @@ def picture_of(release: Path, shown: Sequence[str], name: str) -> dict[str, Any]
         "caption": "Drawn from the generator with seed 0, a row a class",
         "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
     }
+
+
+def _png(image: Image.Image) -> bytes:
+    out = BytesIO()
+    image.save(out, format="png")
+    return out.getvalue()
 
 
 # --- the budget -----------------------------------------------------------------------------------
