@@ -12,9 +12,11 @@ from datalens.commands import train
 from datalens.commands.account import Account
 from datalens.commands.audit import AuditCommand
 from datalens.commands.common import EXIT_INTERRUPTED
+from datalens.commands.compare import Compare
 from datalens.commands.data import DataCommand
 from datalens.commands.evaluate import Evaluate
 from datalens.commands.plan import Plan
+from datalens.commands.report import Report
 from datalens.commands.reproduce import Reproduce
 from datalens.commands.sample import Sample
 from datalens.commands.sgd import Sgd
@@ -31,6 +33,8 @@ Command = (
     | Annotated[Account, subcommand("account")]
     | Annotated[Verify, subcommand("verify")]
     | Annotated[AuditCommand, subcommand("audit")]
+    | Annotated[Report, subcommand("report")]
+    | Annotated[Compare, subcommand("compare")]
     | Annotated[DataCommand, subcommand("data")]
     | Annotated[Reproduce, subcommand("reproduce")]
 )

@@ -141,6 +141,8 @@ class TrainOptions:
     """gpate: the part of the teachers that must seem to agree, or there is no answer."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
+    tensorboard: bool = False
+    """Log scalars and pictures for TensorBoard into the run folder (private: not covered by ε)."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
 
 
@@ -371,7 +373,7 @@ def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
 def options_as_dict(options: TrainOptions) -> dict[str, Any]:
     """What was asked for, as JSON; where it was run and how it was shown is left out."""
     fields = dataclasses.asdict(options)
-    for name in ("out", "resume", "json", "device", "chunk"):
+    for name in ("out", "resume", "json", "device", "chunk", "tensorboard"):
         fields.pop(name)
     if fields["data"] is not None and fields["data"].endswith(".npz"):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere

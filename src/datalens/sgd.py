@@ -358,6 +358,8 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     model = trainer.average if settings.average else trainer.model
     write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
     reached = None if data.test is None else accuracy(model, *data.test)
+    if reached is not None:
+        run.log(run.completed, accuracy=reached)
     facts = {
         "run": str(run.path),
         "accuracy": reached,

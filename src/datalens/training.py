@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from datalens.board import writer_class
 from datalens.config import (
     REAL_ROWS,
     MomentSettings,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from datalens.datasets.records import Records
     from datalens.distributed import World
     from datalens.private.shares import Shares
+    from datalens.released.release import AnyGenerator
 
 NEWS_SECONDS = 60.0  # a network file system may take this long to show a machine what another one has written
 
@@ -112,6 +114,8 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
         if run is None:
             crowd.follow()
             return {}
+        if options.tensorboard:
+            run.open_board()
         return _lead(run, topagg, crowd, world.device, began)
 
 
@@ -120,7 +124,6 @@ def _from_moments(
 ) -> dict[str, Any]:
     """A run from private moments, in this one process."""
     from datalens.methods import moments
-    from datalens.released.release import write_release
 
     run = _open(options, job)
     if run is not None:
@@ -131,6 +134,8 @@ def _from_moments(
         run = _create(options, job, data)
         stack.callback(run.close)
     _check_folder(options, job, data, wait=False)
+    if options.tensorboard:
+        run.open_board()
     budget = run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
     stamp = "" if private else " NOT PRIVATE."
@@ -140,13 +145,13 @@ def _from_moments(
         f"coordinates, {settings.texture} of texture, {noisy}; budget {budget.describe(budget.epsilon)}.{stamp}"
     )
     model = moments.train(run, records, settings)
-    write_release(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    _release(run, model)
     spent, steps = run.ledger.spent(), run.completed
     lost = len(run.ledger.events) - steps
     wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
     say(
         f"done: {steps} releases{wasted}, spent {budget.describe(spent)}.{stamp} "
-        f"Pictures: {run.path / 'release' / 'samples.png'}"
+        f"Report: {run.path / 'release' / 'report.html'}"
     )
     return _facts(run, steps, began, sigma=None)
 
@@ -160,8 +165,6 @@ def _peer(
     began: float,
 ) -> dict[str, Any]:
     """A run of any other method, in this one process."""
-    from datalens.released.release import write_release
-
     method = importlib.import_module(f"datalens.methods.{METHODS[settings.method].module}")
     run = _open(options, job)
     if run is not None:
@@ -172,6 +175,8 @@ def _peer(
         run = _create(options, job, data, teachers=getattr(settings, "teachers", 1))
         stack.callback(run.close)
     _check_folder(options, job, data, wait=False)
+    if options.tensorboard:
+        run.open_board()
     budget = run.ledger.budget
     stamp = "" if math.isfinite(budget.epsilon) and not settings.noise_seeded else " NOT PRIVATE."
     say(
@@ -181,9 +186,15 @@ def _peer(
     generator = method.train(run, records, settings, device=device)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
-    write_release(run.path, generator, settings=settings, schema=run.schema, ledger=run.ledger)
+    _release(run, generator)
     _say_end(run, settings.steps, stamp, lost=0 if settings.one_charge else len(run.ledger.events) - run.completed)
     return _facts(run, run.completed, began, sigma=getattr(settings, "sigma", None))
+
+
+def _release(run: Run, generator: "AnyGenerator") -> None:
+    from datalens.released.release import write_release
+
+    run.show_release(write_release(run.path, generator, settings=run.settings, schema=run.schema, ledger=run.ledger))
 
 
 def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:
@@ -193,7 +204,7 @@ def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     say(
         f"{state} {steps}{short} steps{wasted}, spent {budget.describe(run.ledger.spent())}.{stamp} "
-        f"Pictures: {run.path / 'release' / 'samples.png'}"
+        f"Report: {run.path / 'release' / 'report.html'}"
     )
 
 
@@ -246,6 +257,8 @@ def choose_device(name: str) -> "torch.device":
 
 def _plan(options: TrainOptions, given: set[str] | None) -> Job:
     """What this rank would do, without a look at any record."""
+    if options.tensorboard:
+        writer_class()  # or an error now, and not after the reading
     if options.resume or _restarted(options):
         return _as_begun(options, given)
     if options.data is None:
@@ -401,7 +414,6 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
     from datalens.methods import datalens
     from datalens.privacy.mechanisms import make_mechanism
     from datalens.privacy.noise import open_noise
-    from datalens.released.release import write_release
 
     seed = run.config["options"]["noise_seed"]
     seed = None if seed is None else seed + len(run.ledger.events)
@@ -410,5 +422,5 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
     crowd.dismiss()
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
-    write_release(run.path, student.generator, settings=run.settings, schema=run.schema, ledger=run.ledger)
+    _release(run, student.generator)
     return run.completed

@@ -145,7 +145,7 @@ class AuditAttacks:
 
     def __call__(self) -> int:
         from datalens.datasets import formats
-        from datalens.evaluate import attacks
+        from datalens.evaluate import attacks, owner_report
 
         if self.records < 1:
             raise DatalensError(f"--records must be at least 1, not {self.records}")
@@ -156,7 +156,10 @@ class AuditAttacks:
         if self.shadows:
             shadows = attacks.shadows_of(self.synthetic, training, held_out, dataset, count=self.shadows)
         result = attacks.report(dataset, training, held_out, shadows=shadows)
-        return audited(result, attacks.report_lines(result), json=self.json)
+        lines = attacks.report_lines(result)
+        if (self.synthetic / "config.json").is_file():  # a run: `datalens report` shows it to the owner
+            owner_report.keep(self.synthetic, owner_report.AUDIT, {"attacks": {**result, "lines": lines}})
+        return audited(result, lines, json=self.json)
 
 
 Audit = (

@@ -31,7 +31,7 @@ from datalens.private.networks import Network, network_named
 from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
-from datalens.released.decode import Decode
+from datalens.released.decode import Decode, agreement
 from datalens.released.generator import dcgan_architecture
 from datalens.released.student import Student
 from datalens.runs import Run
@@ -77,7 +77,8 @@ def train(
                 break  # an interruption cost a release: the run ends with fewer steps, never over budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
-        run.log(step, teacher_loss=loss, mean_vote=float(abs(noisy.value).mean()) / s.teachers)
+        agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
+        run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise)
     return student
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.pages import MOST_BYTES, REPORT, seal_problem
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import (
@@ -237,7 +238,7 @@ def check_release(release: Path) -> Verification:
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
-    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE}):
+    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE, REPORT}):
         if name not in hashes:
             problems.append(f"{name} is not part of what was certified")
         elif Path(name).name != name or not (release / name).is_file() or _file_hash(release / name) != hashes[name]:
@@ -251,7 +252,7 @@ def check_release(release: Path) -> Verification:
     if not spent <= budget.epsilon:
         problems.append(f"the ledger adds up to {budget.describe(spent)}, over its budget of {budget.epsilon:g}")
     problems += _disagreements(certificate, budget, events, spent)
-    problems += _page_problems(release, certificate)
+    problems += _page_problems(release, certificate) + _report_problems(release, certificate)
     return Verification(
         problems=tuple(problems),
         budget=budget,
@@ -314,6 +315,16 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         same = False
     return [] if same else [f"{PAGE} does not say what {CERTIFICATE} says"]
+
+
+def _report_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
+    """The page for people is not certified, it may be written anew; but it must be whole, and of this certificate."""
+    if not (release / REPORT).exists():
+        return []
+    if not (release / REPORT).is_file() or (release / REPORT).stat().st_size > MOST_BYTES:
+        return [f"{REPORT} is not a page of ours"]
+    problem = seal_problem((release / REPORT).read_bytes(), str(certificate["sha256"].get("certificate")))
+    return [] if problem is None else [f"{REPORT} {problem}"]
 
 
 def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:

@@ -17,9 +17,11 @@ from datalens import streams
 from datalens.config import AnySettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.pages import REPORT
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
+from datalens.released import report
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, recalibrated
 from datalens.released.moments import MomentModel, Start
@@ -89,6 +91,7 @@ def write_folder(
     )
     (draft / certificates.PAGE).write_bytes(certificates.page_bytes(certificate))
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
+    (draft / REPORT).write_bytes(report.page(draft))
     for file in draft.iterdir():
         file.chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # weights come as 0600
         with open(file, "rb") as handle:
@@ -233,11 +236,9 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, those there is data of."""
     random = streams.generator(seed, "sample")
-    known, sizes = torch.arange(classes), None
+    known, sizes = known_classes(generator, classes), None
     if not isinstance(generator, Generator):
-        among = generator.present < classes
-        among = among if bool(among.any()) else torch.ones_like(among)
-        known, sizes = generator.present[among], generator.sizes[among]
+        sizes = generator.sizes[torch.isin(generator.present, known)]
     if balanced or sizes is None:
         labels = known[torch.arange(count) % len(known)]
     else:
@@ -249,6 +250,14 @@ def draw(
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
     return torch.cat(parts).numpy(), labels.numpy()
+
+
+def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:
+    """Of the first `classes` classes those there is data of; all there are if that is none of them."""
+    if isinstance(generator, Generator):
+        return torch.arange(classes)
+    among = generator.present < classes
+    return generator.present[among] if bool(among.any()) else generator.present
 
 
 def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
