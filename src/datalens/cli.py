@@ -14,6 +14,7 @@ from datalens.commands.audit import AuditCommand
 from datalens.commands.common import EXIT_INTERRUPTED
 from datalens.commands.data import DataCommand
 from datalens.commands.evaluate import Evaluate
+from datalens.commands.inspect import Inspect
 from datalens.commands.plan import Plan
 from datalens.commands.reproduce import Reproduce
 from datalens.commands.sample import Sample
@@ -24,6 +25,7 @@ from datalens.errors import DatalensError, SaidElsewhere
 
 Command = (
     Annotated[TrainOptions, subcommand("train")]
+    | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Sgd, subcommand("sgd")]
     | Annotated[Sample, subcommand("sample")]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from datalens.config import SgdSettings
 from datalens.datasets import formats
+from datalens.datasets.own import Reading
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
@@ -58,6 +59,11 @@ class SgdOptions:
     accountant: AccountantName = "prv"
     nominal_size: int | None = None
     data_folder: Path | None = None
+    label: str | None = None
+    classes: str | None = None
+    image_size: str | None = None
+    grayscale: bool = False
+    record_id: str | None = None
     seed: int = 0
     noise_seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -68,7 +74,7 @@ class SgdOptions:
         fields = dict(self.__dict__)
         for name in ("out", "device", "resume"):
             fields.pop(name)
-        for name in ("data", "data_folder", "extractor"):
+        for name in ("data", "data_folder", "classes", "extractor"):
             value = fields[name]
             fields[name] = str(Path(value).absolute()) if value is not None and Path(value).exists() else value
         return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
@@ -116,7 +122,13 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
 
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    schema = formats.schema(
+        options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+    )
+    if schema.by_person:
+        raise DatalensError(
+            "`datalens sgd` samples and clips images one by one, which protects no persons: leave --record-id out"
+        )
     budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)
@@ -202,7 +214,10 @@ class Data:
 
         def seen(split: str) -> tuple["Tensor", "Tensor", str]:
             nominal = options.nominal_size if split == "train" else None
-            found = formats.load(str(options.data), split, nominal_size=nominal, folder=options.data_folder)
+            reading = Reading.of(options)
+            found = formats.load(
+                str(options.data), split, nominal_size=nominal, folder=options.data_folder, reading=reading
+            )
             sha256 = hashlib.sha256(found.images.tobytes() + found.labels.tobytes()).hexdigest()
             y = torch.from_numpy(found.labels).to(device)
             if settings.extractor == "none":

@@ -71,7 +71,7 @@ def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
 
 
 def id_key(identity: object) -> bytes:
-    return b"id:" + str(identity).encode()
+    return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
 
 
 def content_key(image: np.ndarray) -> bytes:
@@ -87,7 +87,7 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     """The records in memory: all of them, or `most` of them, drawn at random. For test sets and for small sets."""
     if isinstance(records, Dataset) and (most is None or most >= len(records.images)):
         return records
-    order = None if most is None else _draw(_count(records), most, seed)
+    order = None if most is None else draw(_count(records), most, seed)
     blocks = list(records.blocks(_all if order is None else _those(order)))
     schema = records.schema
     shape = (0, schema.height, schema.width, schema.channels)
@@ -132,7 +132,8 @@ def _count(records: Records) -> int:
     return asked
 
 
-def _draw(count: int, most: int, seed: int) -> np.ndarray:
+def draw(count: int, most: int, seed: int) -> np.ndarray:
+    """Numbers of `most` of them, at random; all where there are no more."""
     if most >= count:
         return np.arange(count)
     return np.random.default_rng(seed).choice(count, most, replace=False)
