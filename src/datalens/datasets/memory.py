@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from datalens.datasets.own import ALL, Reading, check_classes, check_size
+from datalens.datasets.pixels import fitted
 from datalens.datasets.records import Block, Choose, Dataset, Records
 from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
@@ -137,9 +138,7 @@ class Reshaped:
             for i, image in enumerate(block.images):
                 picture = Image.fromarray(image.squeeze(axis=2) if image.shape[2] == 1 else image)
                 picture = picture.convert("L") if shape[2] == 1 else picture
-                images[i] = np.asarray(ImageOps.fit(picture, shape[1::-1], method=Image.Resampling.BILINEAR)).reshape(
-                    shape
-                )
+                images[i] = np.asarray(fitted(picture, (shape[1], shape[0]))).reshape(shape)
             yield dataclasses.replace(block, images=images)
 
 

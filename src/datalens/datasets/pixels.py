@@ -83,9 +83,17 @@ def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale
             f"what size all are brought, --image-size {schema.height}x{schema.width} or another"
         )
     flat = flat.convert("L" if schema.channels == 1 else "RGB")
-    if flat.size != goal:
-        flat = ImageOps.fit(flat, goal, method=Image.Resampling.BILINEAR)
-    return np.asarray(flat).reshape(schema.height, schema.width, schema.channels)
+    return np.asarray(fitted(flat, goal)).reshape(schema.height, schema.width, schema.channels)
+
+
+def fitted(image: Image.Image, goal: tuple[int, int]) -> Image.Image:
+    """The largest centred part of the shape of `goal` (width, height), resized to it."""
+    if image.size == goal:
+        return image
+    scale = min(image.width / goal[0], image.height / goal[1])
+    width, height = (max(1, min(have, round(scale * want))) for have, want in zip(image.size, goal, strict=True))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height)).resize(goal, Image.Resampling.BILINEAR)
 
 
 def _opened(data: bytes, name: str) -> Image.Image:

@@ -127,7 +127,7 @@ class RecordRows:
                 clipped = on_grid(values, clip=clip * FINE, grid=grid)
                 yield Outer(slots=labels, left=clipped, right=clipped, persons=persons)
 
-        if len(means) * means.shape[1] ** 2 > TRUNCATED**2:
+        if self._persons is not None and len(means) * means.shape[1] ** 2 > TRUNCATED**2:
             raise ValueError("so many cells are more than the diameter of a person's row was proved for")
         diameter = outer_diameter(float(grid**2), truncated=0.0 if self._persons is None else TRUNCATED)
         return sum_outer(rows(), slots=len(means), left_bound=grid, right_bound=grid, diameter=diameter)
