@@ -88,6 +88,12 @@ def test_persons(datalens, tmp_path):
     page = (tmp_path / "votes" / "release" / "CERTIFICATE.md").read_text(encoding="utf-8")
     assert "one person changes one teacher's row" in page
     assert datalens("verify", tmp_path / "votes").succeeded()
+    fast = ("--epochs", 1, "--batch-size", 20, "--accountant", "rdp-improved", "--network", "linear")
+    datalens("sgd", *own, *fast, "--epsilon", 8, "--out", tmp_path / "sgd").succeeded()
+    assert "persons" in (tmp_path / "sgd" / "release" / "CERTIFICATE.md").read_text(encoding="utf-8")
+    assert datalens("verify", tmp_path / "sgd", "--json").succeeded().json["ok"]
+    assert '"row_unit":"person"' in (tmp_path / "sgd" / "ledger.jsonl").read_text().replace(" ", "")
+
     assert "--record-id" in datalens("train", *own, "--method", "dpmerf", "--out", tmp_path / "x").refused()
     assert not (tmp_path / "x").exists()
 

@@ -88,7 +88,14 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     if isinstance(records, Dataset) and (most is None or most >= len(records.images)):
         return records
     order = None if most is None else draw(_count(records), most, seed)
-    blocks = list(records.blocks(_all if order is None else _those(order)))
+    ids: list[bytes] = []  # of persons, where these are the units
+
+    def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        if records.schema.by_person:
+            ids.extend(keys)
+        return np.zeros(len(index), dtype=np.int64)
+
+    blocks = list(records.blocks(everyone if order is None else _those(order)))
     schema = records.schema
     shape = (0, schema.height, schema.width, schema.channels)
     images = np.concatenate([block.images for block in blocks] or [np.zeros(shape, np.uint8)])
@@ -96,13 +103,9 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     if not len(images):
         raise DatalensError(f"there is no record of {schema.name} in what was given")
     if order is None:
-        return Dataset(schema=schema, images=images, labels=labels)
+        return Dataset(schema=schema, images=images, labels=labels, ids=np.array(ids, object) if ids else None)
     as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
     return Dataset(schema=schema, images=images[as_drawn], labels=labels[as_drawn])
-
-
-def _all(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-    return np.zeros(len(index), dtype=np.int64)
 
 
 def _those(which: np.ndarray) -> Choose:

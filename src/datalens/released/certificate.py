@@ -120,8 +120,8 @@ def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> 
     if isinstance(settings, SgdSettings):
         kept = {"norm": "the largest squares, up to topk of the norm", "dim": "a share topk of the coordinates"}
         return {
-            "name": "sums of per-record gradients over Poisson samples with Gaussian noise (DP-SGD, TopAgg); kept: "
-            + kept.get(settings.selector, "all"),
+            "name": f"sums of {'mean gradients of persons' if by_person else 'per-record gradients'} over Poisson "
+            "samples with Gaussian noise (DP-SGD, TopAgg); kept: " + kept.get(settings.selector, "all"),
             "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
         }
     moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
@@ -409,8 +409,9 @@ def _impossible_sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, 
     """The same for a run of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
     found = []
     steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
-    if len(steps) != len(events) or any(event.row_unit != "record" for event in steps):
-        found.append("the ledger has other events than steps over sampled records")
+    unit = "person" if schema.by_person else "record"
+    if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
+        found.append(f"the ledger has other events than steps over sampled {unit}s")
     if any(event.sigma != settings.sigma * settings.bound for event in steps):
         found.append("the settings state another sigma, topk or clip than the ledger")
     if any(event.l2_bound < settings.bound for event in steps):
