@@ -413,6 +413,12 @@ def test_options_that_do_not_fit_a_folder(tmp_path, reading, words):
         opened(tmp_path, **reading)
 
 
+def test_a_pipe_is_no_image(tmp_path):
+    os.mkfifo(folder(tmp_path) / "cat" / "pipe.png")
+    with pytest.raises(DatalensError, match=r"pipe\.png is no file"):
+        opened(tmp_path)
+
+
 def test_folders_without_images(tmp_path):
     for there in ("nothing", "classes", "not there"):
         path = tmp_path / there

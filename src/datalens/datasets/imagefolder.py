@@ -116,6 +116,8 @@ def _files(folder: Path, below: str) -> Iterator[str]:
             raise DatalensError(f"{entry.path} is a symbolic link: put the file itself there, or name it in a .csv")
         if entry.is_dir():
             yield from _files(Path(entry.path), f"{name}/")
+        elif not entry.is_file():
+            raise DatalensError(f"{entry.path} is no file: take it out")
         elif entry.name.lower().endswith(SUFFIXES):
             yield name
         elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":

@@ -87,6 +87,18 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     columns = tuple(dict.fromkeys(name for name in (label, record_id) if name is not None))
     classes: tuple[str, ...] = (ALL,)
     origin, given = "", None
+
+    def labels(values: dict[str, np.ndarray]) -> np.ndarray:
+        if label is None:
+            return np.zeros(len(next(iter(values.values()))), np.int64)
+        found = values[label].tolist()
+        numbers = {str(name): i for i, name in enumerate(classes)}
+        result = [one if given is not None else numbers.get(str(one), -1) for one in found]
+        if not all(type(one) is int and 0 <= one < len(classes) for one in result):
+            raise DatalensError(f"{path}: column {label} has a value that is none of the {len(classes)} classes")
+        return np.array(result, dtype=np.int64)
+
+    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # and the files are looked at
     if label is not None:
         given = _class_names(schema, label) if reading.classes is None else None
         if given is not None:
@@ -95,22 +107,6 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
             train = files if split == "train" else _parquet_files(path, "train")
             _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
         check_classes(classes, f"column {label}")
-    numbers = {name: i for i, name in enumerate(classes)}
-
-    def labels(values: dict[str, np.ndarray]) -> np.ndarray:
-        if label is None:
-            return np.zeros(len(next(iter(values.values()))), np.int64)
-        found = values[label].tolist()
-        if given is not None:
-            right = all(type(one) is int and 0 <= one < len(given) for one in found)
-            result = found if right else None
-        else:
-            result = [numbers[str(one)] for one in found] if all(str(one) in numbers for one in found) else None
-        if result is None:
-            raise DatalensError(f"{path}: column {label} has a value that is none of the {len(classes)} classes")
-        return np.array(result, dtype=np.int64)
-
-    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)
     return Found(path=path, classes=classes, classes_from=origin, encoded=stream)
 
 
