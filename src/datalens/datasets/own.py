@@ -39,6 +39,9 @@ class Reading:
     def of(cls, options: Any) -> "Reading":
         """From a command, or from the options that a run remembers (older ones have none of these)."""
         known = options if isinstance(options, dict) else vars(options)
+        for name in cls.__dataclass_fields__:
+            if not isinstance(known.get(name), bool if name == "grayscale" else str) and known.get(name) is not None:
+                raise DatalensError(f"--{name.replace('_', '-')} cannot be {str(known[name])[:40]!r}")
         return cls(**{name: known[name] for name in cls.__dataclass_fields__ if known.get(name) is not None})
 
     @property
