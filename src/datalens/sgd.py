@@ -101,6 +101,8 @@ def train(options: SgdOptions) -> dict[str, Any]:
     if options.resume:
         run = Run.open(options.out)
     else:
+        if schema.read_off:
+            say(f"{schema.name}: {schema.note} (docs/data.md)")
         run = Run.create(
             options.out,
             options=options.as_dict(),

@@ -371,6 +371,8 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
 
     check_enough(data.count, teachers)
     assert job.budget is not None
+    if job.schema.read_off:
+        say(f"{job.schema.name}: {job.schema.note} (docs/data.md)")
     return Run.create(
         options.out,
         options=job.options,

@@ -9,7 +9,7 @@ from datalens.datasets.idx import UBYTE
 from datalens.datasets.memory import check_labels
 from datalens.datasets.own import ALL, NONE, Reading
 from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
+from datalens.datasets.schema import READ_OFF, Schema
 from datalens.errors import DatalensError
 
 _TEST = ("t10k", "test")
@@ -48,7 +48,7 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
         if labels.max() >= len(classes):
             raise DatalensError(f"{beside}: label {labels.max()} has no name among the {len(classes)} of --classes")
         if reading.classes is None:
-            note = "read off the data, and declared public by the owner: the classes (the largest label)"
+            note = f"{READ_OFF}: the classes (the largest label)"
     _, height, width, channels = images.shape
     public = Schema(
         name=path.name,

@@ -11,7 +11,7 @@ from PIL import Image
 from datalens.datasets.own import ALL, Reading, check_classes, check_size
 from datalens.datasets.pixels import fitted
 from datalens.datasets.records import Block, Choose, Dataset, Records
-from datalens.datasets.schema import IMAGE, PERSON, Schema
+from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
 
@@ -77,7 +77,7 @@ def _labelled(
     if len(set(found)) != len(found) or numbers.max() >= len(found):
         raise DatalensError(f"{name}: every label needs a class of its own name, and there are {len(found)} classes")
     check_classes(found, f"{name}: labels")
-    note = "read off the data, and declared public by the owner: the classes (the labels)"
+    note = f"{READ_OFF}: the classes (the labels)"
     return numbers, found, note if names is None else ""
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from datalens.datasets.images import Encoded, ImageRecords
 from datalens.datasets.pixels import kind_of, to_pixels
 from datalens.datasets.records import block_records
-from datalens.datasets.schema import IMAGE, PERSON, Schema
+from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
 SMALLEST, LARGEST, MOST_CLASSES = 8, 128, 1000
@@ -165,7 +165,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
             channels = 1 if kind.grey else 3
             read_off.append("whether images are grey")
     check_size(size)
-    note = f"read off the data, and declared public by the owner: {', '.join(read_off)}" if read_off else ""
+    note = f"{READ_OFF}: {', '.join(read_off)}" if read_off else ""
     return Schema(
         name=found.path.name,
         height=size[0],

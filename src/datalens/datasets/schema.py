@@ -7,6 +7,7 @@ Under the add/remove relation the number of records is itself private, so a plan
 from dataclasses import asdict, dataclass
 from typing import Any
 
+READ_OFF = "read off the data, and declared public by the owner"  # how a note begins that says of what this is so
 IMAGE, PERSON = "image", "person (all images with the same record id)"  # what is protected as a whole
 
 
@@ -32,6 +33,11 @@ class Schema:
     @property
     def dimensions(self) -> int:
         return self.channels * self.height * self.width
+
+    @property
+    def read_off(self) -> bool:
+        """Whether some of this was not declared beforehand."""
+        return self.note.startswith(READ_OFF)
 
     @property
     def by_person(self) -> bool:

@@ -55,7 +55,7 @@ def declared_public(schema: Schema) -> list[str]:
     said = list(DECLARED_PUBLIC)
     if schema.by_person:
         said[1] = said[1].replace("records", "persons")
-    return [*said, schema.note] if schema.note.startswith("read off the data") else said
+    return [*said, schema.note] if schema.read_off else said
 
 
 CHAIN = (
