@@ -100,6 +100,14 @@ def test_persons_of_one_image_are_records(total):
     assert torch.equal(total(gather(once)).private_total, total(gather(once, unit="image")).private_total)
 
 
+def test_a_run_knows_whose_images_it_was_begun_with(monkeypatch):
+    """Who goes on with the same images and other ids would protect other persons."""
+    begun, image = gather().fingerprint, gather(unit="image").fingerprint
+    monkeypatch.setitem(globals(), "WHOSE", np.where(WHOSE == 3, 4, WHOSE))
+    assert gather().fingerprint != begun
+    assert gather(unit="image").fingerprint == image
+
+
 def test_many_images_alike_count_as_one():
     alike = np.flatnonzero((WHOSE == 99) & (LABELS == 2))
     for total in SUMS.values():

@@ -50,28 +50,29 @@ class RecordRows:
         cpu = torch.device("cpu")
         width = basis.size + texture.size
         rows = Rows(torch.Size([width]), torch.int32, cpu, capacity=schema.nominal_size)
-        labels, fingerprint = [np.zeros(0, np.int64)], 0
+        labels, persons, fingerprint = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
         known: dict[bytes, int] = {}
-        persons: list[int] = []
         with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
 
             def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
                 progress.advance(task, len(index))
-                if schema.by_person:
-                    persons.extend(known.setdefault(key, len(known)) for key in keys)
-                return np.zeros(len(index), dtype=np.int64)
+                if not schema.by_person:
+                    return np.zeros(len(index), dtype=np.int64)
+                return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
 
             for block in records.blocks(everyone):
                 if len(block.index):
                     rows.append(record_features(torch.from_numpy(block.images), basis=basis, texture=texture))
                     labels.append(block.labels)
-                    fingerprint = (fingerprint + block_fingerprint(block)) % FINGERPRINT_MODULUS
+                    persons.append(block.share)
+                    part = block_fingerprint(block, shared=schema.by_person)
+                    fingerprint = (fingerprint + part) % FINGERPRINT_MODULUS
         return cls(
             rows,
             torch.from_numpy(np.concatenate(labels)),
             coordinates=basis.size,
             fingerprint=fingerprint,
-            persons=torch.tensor(persons, dtype=torch.int64) if schema.by_person else None,
+            persons=torch.from_numpy(np.concatenate(persons)) if schema.by_person else None,
         )
 
     @property
