@@ -31,17 +31,8 @@ PER_IMAGE = ("dpmerf", "dpgan", "dpsgd-gan")  # methods in which every image has
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
-    if schema.by_person and options.method in PER_IMAGE:
-        raise DatalensError(
-            f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
-            "datalens"
-        )
-    shares = options.method != "dcgan" and not starts_from_moments(options)
-    if schema.by_person and shares and options.relation == "replace-one":
-        raise DatalensError(
-            "--relation replace-one gives teachers their shares by position, which the images of a person do not have "
-            "in common: leave it out, or leave --record-id out"
-        )
+    if schema.by_person:
+        _check_persons(options)
     if options.method in METHODS:
         budget = _budget(options)
         return budget, make_peer_plan(options, schema, budget)
@@ -49,6 +40,21 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSetti
         budget = _budget(options)
         return budget, _moment_settings(options, schema, budget)
     return topagg_plan(options, schema)
+
+
+def _check_persons(options: TrainOptions) -> None:
+    """What cannot protect a person with all of their images."""
+    if options.method in PER_IMAGE:
+        raise DatalensError(
+            f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
+            "datalens"
+        )
+    teachers = options.method != "dcgan" if options.method in METHODS else not starts_from_moments(options)
+    if teachers and options.relation == "replace-one":
+        raise DatalensError(
+            "--relation replace-one gives teachers their shares by position, which the images of a person do not have "
+            "in common: leave it out, or leave --record-id out"
+        )
 
 
 def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytestmark = pytest.mark.usefixtures("quickly")
+pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
 SIDE, CLASSES = 16, ("left", "right", "up & down")
 
