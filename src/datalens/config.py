@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -431,6 +432,6 @@ def options_as_dict(options: TrainOptions) -> dict[str, Any]:
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
     if fields["data_folder"] is not None:
         fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
-    if fields["classes"] is not None and Path(fields["classes"]).is_file():
+    if fields["classes"] is not None and os.path.isfile(fields["classes"]):
         fields["classes"] = str(Path(fields["classes"]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class SgdOptions:
             fields.pop(name)
         for name in ("data", "data_folder", "classes", "extractor"):
             value = fields[name]
-            fields[name] = str(Path(value).absolute()) if value is not None and Path(value).exists() else value
+            fields[name] = str(Path(value).absolute()) if value is not None and os.path.exists(value) else value
         return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
 
 

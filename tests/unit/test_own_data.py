@@ -146,6 +146,16 @@ def test_what_was_read_off_is_said_and_what_was_declared_is_not(tmp_path):
     assert opened(tmp_path, classes="eel,dog,cat").schema.classes == ("eel", "dog", "cat")
 
 
+def test_a_thousand_classes_are_named_in_a_line_or_a_file(tmp_path):
+    names = [*NAMES, *(f"kind {i}" for i in range(997))]
+    (tmp_path / "classes.txt").write_text("\n".join(names), encoding="utf-8")
+    folder(tmp_path / "data")
+    for given in (",".join(names), str(tmp_path / "classes.txt")):
+        assert opened(tmp_path / "data", classes=given).schema.classes == tuple(names)
+    with pytest.raises(DatalensError, match="more than 1000"):
+        opened(tmp_path / "data", classes=",".join([*names, "one more"]))
+
+
 def test_a_class_without_images_is_a_class(tmp_path):
     """Or a record would decide which classes there are."""
     folder(tmp_path)

@@ -1,6 +1,7 @@
 """Data by what was given for --data: a named data set, or the user's own file or folder (docs/data.md)."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from datalens.datasets import idx_files, npz, sources
@@ -22,7 +23,7 @@ def is_own(data: str) -> bool:
     """Whether this is a file or folder of the user's, and not a name. A folder called mnist is ./mnist."""
     if data in sources.names():
         return False
-    return data.endswith((".npz", ".csv", ".parquet")) or "/" in data or Path(data).exists()
+    return data.endswith((".npz", ".csv", ".parquet")) or "/" in data or os.path.exists(data)
 
 
 def open_records(

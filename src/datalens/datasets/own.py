@@ -5,6 +5,7 @@ options; or they are read off the data, and the schema's note, which every certi
 declares them public by going on. How many records there are is always declared.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,9 +68,10 @@ class Reading:
         """Those of --classes, in their order."""
         if self.classes is None:
             return None
-        path = Path(self.classes)
         try:
-            listed = path.read_text(encoding="utf-8").splitlines() if path.is_file() else self.classes.split(",")
+            listed = self.classes.split(",")
+            if os.path.isfile(self.classes):  # which is false, and no error, for a list too long for a name
+                listed = Path(self.classes).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DatalensError(f"--classes {self.classes} cannot be read ({error})") from None
         names = tuple(name.strip() for name in listed if name.strip())
