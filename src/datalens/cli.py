@@ -15,6 +15,7 @@ from datalens.commands.common import EXIT_INTERRUPTED
 from datalens.commands.compare import Compare
 from datalens.commands.data import DataCommand
 from datalens.commands.evaluate import Evaluate
+from datalens.commands.inspect import Inspect
 from datalens.commands.plan import Plan
 from datalens.commands.report import Report
 from datalens.commands.reproduce import Reproduce
@@ -26,6 +27,7 @@ from datalens.errors import DatalensError, SaidElsewhere
 
 Command = (
     Annotated[TrainOptions, subcommand("train")]
+    | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Sgd, subcommand("sgd")]
     | Annotated[Sample, subcommand("sample")]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,6 +23,45 @@ NoiseName = Literal["discrete-gaussian", "gaussian"]
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 WarmStart = Literal["moments", "off"]
 
+# How the user's own data is read: the same options for several commands (`datasets.own.Reading`).
+Label = Annotated[
+    str | None,
+    arg(
+        metavar="COLUMN",
+        help_behavior_hint="",
+        help="Own data: the column of labels (default: label, if there; in a folder of images the folders are the "
+        "classes). none: no labels, one class called all.",
+    ),
+]
+Classes = Annotated[
+    str | None,
+    arg(
+        metavar="A,B,…|FILE",
+        help_behavior_hint="",
+        help="Own data: the classes, declared public, or a file with one a line. Left out, they are read off the data, "
+        "and the certificate says so.",
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    arg(
+        metavar="SIZE",
+        help_behavior_hint="",
+        help="Own data: 32, or HEIGHTxWIDTH, 8 to 128. The largest centred part of that shape is cut out and resized. "
+        "Left out, all images must have one size.",
+    ),
+]
+Grayscale = Annotated[bool, arg(help="Own data: colour images are made grey.")]
+RecordId = Annotated[
+    str | None,
+    arg(
+        metavar="COLUMN",
+        help_behavior_hint="",
+        help="Own data: whose image it is. Then a person, with all of their images, is what is protected, and what "
+        "--nominal-size counts. In a folder of images: prefix (file names up to the first _) or folder.",
+    ),
+]
+
 _FROM_PRESET = "(default: from the preset)"
 _WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
 _Number = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_FROM_PRESET)]
@@ -36,12 +76,18 @@ class TrainOptions:
     allows; give --steps, and the noise is calibrated to them.
     """
 
-    data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
-    """A named data set (see `datalens data list`) or an .npz file with arrays `images`, `labels` and `classes`."""
+    data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="(required unless --resume)")] = None
+    """A named data set (see `datalens data list`), or your own: a folder of images (class/xxx.png), .parquet, .csv,
+    .npz or idx (docs/data.md)."""
     data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Where a named data set lies that cannot be downloaded, such as celeba-gender."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file or folder: about how many records it has, declared public (the true count is private)."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
     method: MethodName = "datalens"
@@ -258,9 +304,12 @@ class MomentSettings:
     grid: int  # steps of the grid on which a clipped row lies
     counted: int  # of these, how many a record counts for itself
     texture_steps: int  # gradient steps of an image
+    unit: Literal["record", "person"] = "record"  # whose row is bounded: an image's, or that of all a person's images
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Without the unit where it is the usual one: so older certificates have it."""
+        fields = dataclasses.asdict(self)
+        return fields if self.unit == "person" else {name: value for name, value in fields.items() if name != "unit"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
@@ -287,8 +336,12 @@ class MomentSettings:
         return float(self.grid**2 if release.endswith("covariances") else self.grid)
 
     def diameter(self, release: str) -> float:
-        """How far apart two records' rows can be. Sums can point opposite ways; bins and squares cannot."""
-        return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
+        """How far apart two units' rows can be. Sums can point opposite ways; bins and squares cannot. A person's sum
+        of squares is truncated, and that moves it by less than one in each of at most 2^20 cells."""
+        bound = self.l2_bound(release)
+        if self.unit == "person" and release.endswith("covariances"):
+            return min(math.sqrt(2.0) * (bound + 2**10) * (1 + 1e-12), 2 * bound)
+        return bound * (2.0 if release.endswith("sums") else math.sqrt(2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,11 +425,15 @@ def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
 
 def options_as_dict(options: TrainOptions) -> dict[str, Any]:
     """What was asked for, as JSON; where it was run and how it was shown is left out."""
+    from datalens.datasets import formats
+
     fields = dataclasses.asdict(options)
     for name in ("out", "resume", "json", "device", "chunk", "tensorboard"):
         fields.pop(name)
-    if fields["data"] is not None and fields["data"].endswith(".npz"):
+    if fields["data"] is not None and formats.is_own(fields["data"]):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
     if fields["data_folder"] is not None:
         fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
+    if fields["classes"] is not None and os.path.isfile(fields["classes"]):
+        fields["classes"] = str(Path(fields["classes"]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

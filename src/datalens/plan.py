@@ -9,6 +9,7 @@ from datalens.config import (
     OF_A_COMPRESSOR,
     OVERRIDES,
     REAL_ROWS,
+    AnySettings,
     MomentSettings,
     NoiseName,
     Settings,
@@ -25,9 +26,13 @@ from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
 
+PER_IMAGE = ("dpmerf", "dpgan", "dpsgd-gan")  # methods in which every image has a row of its own
+
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
+    if schema.by_person:
+        _check_persons(options)
     if options.method in METHODS:
         budget = _budget(options)
         return budget, make_peer_plan(options, schema, budget)
@@ -35,6 +40,21 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSetti
         budget = _budget(options)
         return budget, _moment_settings(options, schema, budget)
     return topagg_plan(options, schema)
+
+
+def _check_persons(options: TrainOptions) -> None:
+    """What cannot protect a person with all of their images."""
+    if options.method in PER_IMAGE:
+        raise DatalensError(
+            f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
+            "datalens"
+        )
+    teachers = options.method != "dcgan" if options.method in METHODS else not starts_from_moments(options)
+    if teachers and options.relation == "replace-one":
+        raise DatalensError(
+            "--relation replace-one gives teachers their shares by position, which the images of a person do not have "
+            "in common: leave it out, or leave --record-id out"
+        )
 
 
 def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
@@ -171,6 +191,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         bins=48,
         grid=GRID,
         counted=GRID // 2,
+        unit="person" if schema.by_person else "record",
         **values,
     )
     check_moments(settings, schema)
@@ -236,16 +257,25 @@ def _cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, 
     }
 
 
-def warnings(budget: Budget, schema: Schema) -> list[str]:
-    """What an owner should hear before a run: budgets that promise little."""
+SMALL_SHARE = 5  # records: a teacher that has seen no more knows hardly anything
+
+
+def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None) -> list[str]:
+    """What an owner should hear before a run: budgets that promise little, shares that teach little."""
     found = []
+    teachers = getattr(settings, "teachers", 0)
+    if schema.nominal_size < SMALL_SHARE * teachers:
+        found.append(
+            f"{teachers} teachers have shares of about {schema.nominal_size / teachers:.1f} records each, which is too "
+            f"few to learn from; choose --teachers under {max(1, schema.nominal_size // SMALL_SHARE)}"
+        )
     if budget.delta * schema.nominal_size > 1:
         found.append(
             f"delta {budget.delta:g} is more than 1 / {schema.nominal_size} records: it would cover giving some "
-            "records away whole; choose it well under that"
+            "records away whole; choose --delta well under that"
         )
     if 10 < budget.epsilon < math.inf:
-        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak")
+        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
     return found
 
 

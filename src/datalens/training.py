@@ -24,6 +24,7 @@ from datalens.config import (
     parse_settings,
 )
 from datalens.datasets import formats
+from datalens.datasets.own import Reading
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
@@ -263,7 +264,9 @@ def _plan(options: TrainOptions, given: set[str] | None) -> Job:
         return _as_begun(options, given)
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    schema = formats.schema(
+        options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+    )
     budget, settings = make_plan(options, schema)
     return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
 
@@ -325,7 +328,10 @@ def _read(job: Job, settings: Settings, world: "World") -> "Shares":
 
 def _records(job: Job) -> "Records":
     records = formats.open_records(
-        job.options["data"], nominal_size=job.options["nominal_size"], folder=job.options.get("data_folder")
+        job.options["data"],
+        nominal_size=job.options["nominal_size"],
+        folder=job.options.get("data_folder"),
+        reading=Reading.of(job.options),
     )
     if records.schema != job.schema:
         raise DatalensError(f"{job.options['data']} is not what this run was begun with: put it back, or start another")
@@ -368,7 +374,7 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None
-    for line in warnings(job.budget, job.schema):
+    for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
 
@@ -378,6 +384,8 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
 
     check_enough(data.count, teachers)
     assert job.budget is not None
+    if job.schema.read_off:
+        say(f"{job.schema.name}: {job.schema.note} (docs/data.md)")
     return Run.create(
         options.out,
         options=job.options,

@@ -112,8 +112,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, what: Any) -> None:
     """Something happens after so many steps."""
     step, taken = sgd.Trainer.step, [0]
 
-    def watched(self: sgd.Trainer, x: Any, y: Any) -> None:
-        step(self, x, y)
+    def watched(self: sgd.Trainer, *data: Any) -> None:
+        step(self, *data)
         taken[0] += 1
         if taken[0] == number:
             what()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
-from datalens.config import MethodName, TrainOptions, WarmStart
+from datalens.config import Classes, Grayscale, ImageSize, Label, MethodName, RecordId, TrainOptions, WarmStart
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
@@ -20,12 +20,17 @@ _NOISE_OF_MOMENTS = (
 class Plan:
     """Show what `train` would do and what each part would cost. No record is read."""
 
-    data: Annotated[str, arg(metavar="NAME|FILE")]
-    """A named data set, or a file of your own."""
+    data: Annotated[str, arg(metavar="NAME|PATH")]
+    """A named data set, or a file or folder of your own."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file or folder: about how many records it has, declared public."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
     epsilon: float = 1.0
     delta: float = 1e-5
     relation: Literal["add-remove", "replace-one"] = "add-remove"
@@ -42,12 +47,15 @@ class Plan:
     def __call__(self) -> int:
         from datalens.config import MomentSettings
         from datalens.datasets import formats
+        from datalens.datasets.own import Reading
         from datalens.peers.settings import PeerSettings
         from datalens.plan import costs, make_plan, warnings
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder)
+        reading = Reading.of(self)
+        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
+        looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         parts = costs(settings, schema, budget)
         if isinstance(settings, PeerSettings):
@@ -57,7 +65,7 @@ class Plan:
         else:
             how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
         lines = [
-            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; nothing has been read.",
+            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
             "",
             f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
@@ -70,7 +78,7 @@ class Plan:
             f"noise/signal: {signal}",
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-            *(f"warning: {line}" for line in warnings(budget, schema)),
+            *(f"warning: {line}" for line in warnings(budget, schema, settings)),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
