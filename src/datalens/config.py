@@ -59,6 +59,8 @@ class TrainOptions:
     off: teachers vote (TopAgg)."""
     seed: int = 0
     """Of training randomness only. Privacy noise comes from the operating system."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The data set's own budget, over all runs on it (see `datalens budget`): this run is set aside in it first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
@@ -375,6 +377,7 @@ def options_as_dict(options: TrainOptions) -> dict[str, Any]:
         fields.pop(name)
     if fields["data"] is not None and fields["data"].endswith(".npz"):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
-    if fields["data_folder"] is not None:
-        fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
+    for name in ("data_folder", "budget"):
+        if fields[name] is not None:
+            fields[name] = str(Path(fields[name]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

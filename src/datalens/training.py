@@ -32,6 +32,7 @@ from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
+from datalens.spending import check_reserved, check_room, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -352,9 +353,11 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
+        check_reserved(read_config(options.out))
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None
+    check_room(options.budget, job.settings, job.schema, job.budget)
     for line in warnings(job.budget, job.schema):
         say(f"warning: {line}")
     return None
@@ -373,6 +376,7 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
         schema=job.schema,
         data_sha256=f"{data.fingerprint:064x}",
         launch=launch(),
+        data_budget=reserve(options.budget, job.settings, job.schema, job.budget),
     )
 
 
