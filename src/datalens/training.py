@@ -54,6 +54,7 @@ class Job:
     schema: Schema
     budget: Budget | None
     begun: bool
+    records: "Records | None" = None  # where a Python program has them, and no file
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -68,10 +69,11 @@ class Job:
         return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
 
 
-def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any]:
+def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
     """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
     `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
+    `records`: in the place of a file; `options.data` is then no more than a name.
     """
     from datalens.distributed import World
     from datalens.methods import datalens
@@ -79,7 +81,7 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(World.start(options.device))
-        job = world.together(lambda: _plan(options, given))
+        job = world.together(lambda: dataclasses.replace(_plan(options, given, records), records=records))
         world.agree({"out": str(options.out), **job.facts()})
         if isinstance(job.settings, PeerSettings):
             peer = job.settings
@@ -245,13 +247,16 @@ def choose_device(name: str) -> "torch.device":
 # --- on every rank --------------------------------------------------------------------------------
 
 
-def _plan(options: TrainOptions, given: set[str] | None) -> Job:
+def _plan(options: TrainOptions, given: set[str] | None, records: "Records | None") -> Job:
     """What this rank would do, without a look at any record."""
     if options.resume or _restarted(options):
         return _as_begun(options, given)
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    if records is None:
+        schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    else:
+        schema = records.schema
     budget, settings = make_plan(options, schema)
     return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
 
@@ -312,7 +317,7 @@ def _read(job: Job, settings: Settings, world: "World") -> "Shares":
 
 
 def _records(job: Job) -> "Records":
-    records = formats.open_records(
+    records = job.records or formats.open_records(
         job.options["data"], nominal_size=job.options["nominal_size"], folder=job.options.get("data_folder")
     )
     if records.schema != job.schema:

@@ -7,6 +7,8 @@ Under the add/remove relation the number of records is itself private, so a plan
 from dataclasses import asdict, dataclass
 from typing import Any
 
+READ_OFF = "read off the data, and so declared public: "  # how a note about such facts begins
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:

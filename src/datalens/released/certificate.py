@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
-from datalens.datasets.schema import Schema
+from datalens.datasets.schema import READ_OFF, Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
@@ -91,7 +91,7 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
         },
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
-        "declared_public": list(DECLARED_PUBLIC),
+        "declared_public": [*DECLARED_PUBLIC, *([schema.note] if schema.note.startswith(READ_OFF) else [])],
         "not_covered": list(NOT_COVERED),
         "chain": CHAIN,
         "settings": settings.as_dict(),
