@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.write(f"datalens {version('datalens')}\n")
         return
     if arguments in ([], ["-h"], ["--help"]):
-        sys.stdout.write(_help())
+        (sys.stdout if arguments else sys.stderr).write(_help())
         sys.exit(0 if arguments else 2)
     if arguments[:1] == ["--completion"]:
         if arguments[1:2] not in ([shell] for shell in SHELLS):

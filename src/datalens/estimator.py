@@ -269,10 +269,9 @@ class DataLens(BaseEstimator):
 
 def _check_choice(name: str, value: Any, kind: Any) -> None:
     """The command line refuses what is none of the choices; here nobody has yet."""
-    choices = [c for part in (get_args(kind) or (kind,)) if get_origin(part) is Literal for c in get_args(part)]
-    if get_origin(kind) is Literal:
-        choices = list(get_args(kind))
-    if choices and value is not None and value not in choices:
+    parts = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    if choices and str not in parts and value is not None and value not in choices:
         raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
     if kind is float and not (isinstance(value, int | float) and not math.isnan(value)):
         raise DatalensError(f"{name} must be a number, not {value!r}")

@@ -6,14 +6,12 @@ of its own teachers; rank 0 has the run folder and leads, the others follow (see
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datalens.config import (
-    REAL_ROWS,
     MomentSettings,
     Settings,
     SgdSettings,
@@ -26,7 +24,7 @@ from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
-from datalens.peers.table import METHODS
+from datalens.peers.table import code_of
 from datalens.plan import check_moments, check_settings, make_plan, warnings
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
@@ -165,7 +163,7 @@ def _peer(
     """A run of any other method, in this one process."""
     from datalens.released.release import write_release
 
-    method = importlib.import_module(f"datalens.methods.{METHODS[settings.method].module}")
+    method = code_of(settings.method)
     run = _open(options, job)
     if run is not None:
         stack.callback(run.close)
@@ -399,7 +397,7 @@ def _law(settings: TrainSettings) -> str:
 
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian noise"
-    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
+    real = isinstance(settings, Settings) and settings.real_rows
     kind = "floating-point Gaussian noise" if real else "rounded Gaussian noise"
     missing = not real and not settings.noise_seeded and not opendp_installed()
     return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
@@ -408,14 +406,19 @@ def _law(settings: TrainSettings) -> str:
 def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.device") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
-    from datalens.privacy.mechanisms import make_mechanism
+    from datalens.privacy.mechanisms import Mechanism, ThirdParty, make_mechanism
     from datalens.privacy.noise import open_noise
     from datalens.released.release import write_release
 
     seed = run.config["options"]["noise_seed"]
     seed = None if seed is None else seed + len(run.ledger.events)
     with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=seed) as noise:
-        student = datalens.train(run, crowd, s, mechanism=make_mechanism(s.sigma, noise), device=device)
+        gate: Mechanism = make_mechanism(s.sigma, noise)
+        if s.mechanism:
+            from datalens.plugins import mechanism
+
+            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma)
+        student = datalens.train(run, crowd, s, mechanism=gate, device=device)
     crowd.dismiss()
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")

@@ -33,7 +33,7 @@ class Plan:
         Literal["exact", "rdp", "rdp-improved", "pld"] | None,
         arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
     ] = None
-    method: MethodName = "datalens"
+    method: MethodName | str = "datalens"
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
     """As for `train`."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
