@@ -241,8 +241,11 @@ def _cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, 
     }
 
 
-def warnings(budget: Budget, schema: Schema) -> list[str]:
-    """What an owner should hear before a run: budgets that promise little."""
+LEAST_SHARE = 5  # records a teacher should have, or it learns nothing but them
+
+
+def warnings(budget: Budget, schema: Schema, settings: TrainSettings | None = None) -> list[str]:
+    """What an owner should hear before a run: budgets that promise little, and shares too small to learn from."""
     found = []
     if budget.delta * schema.nominal_size > 1:
         found.append(
@@ -251,7 +254,26 @@ def warnings(budget: Budget, schema: Schema) -> list[str]:
         )
     if 10 < budget.epsilon < math.inf:
         found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak")
+    teachers = getattr(settings, "teachers", 0)
+    if teachers and schema.nominal_size / teachers < LEAST_SHARE:
+        found.append(
+            f"a teacher has about {schema.nominal_size / teachers:.2g} records, too few to learn from: lower "
+            f"--teachers to {max(1, schema.nominal_size // LEAST_SHARE)} or fewer"
+        )
+    if isinstance(settings, MomentSettings):
+        records = schema.nominal_size / len(schema.classes)
+        heard = 4 * _noise_of_counts(settings, schema, budget)
+        if records < max(heard, 20):  # what `methods.moments` leaves out
+            found.append(
+                f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "
+                "raise --epsilon, bring more records, or make fewer classes of them"
+            )
     return found
+
+
+def _noise_of_counts(settings: MomentSettings, schema: Schema, budget: Budget) -> float:
+    sums = next(part for part in costs(settings, schema, budget) if part["release"] == "sums")
+    return sums["sigma"] / settings.counted
 
 
 def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:

@@ -361,7 +361,7 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     check_vacant(options.out)
     assert job.budget is not None
     check_room(options.budget, job.settings, job.schema, job.budget)
-    for line in warnings(job.budget, job.schema):
+    for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
 

@@ -42,6 +42,7 @@ class Plan:
     def __call__(self) -> int:
         from datalens.config import MomentSettings
         from datalens.datasets import formats
+        from datalens.guidance import expect
         from datalens.peers.settings import PeerSettings
         from datalens.plan import costs, make_plan, warnings
         from datalens.privacy.ledger import json_number
@@ -50,6 +51,7 @@ class Plan:
         schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder)
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         parts = costs(settings, schema, budget)
+        expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
         if isinstance(settings, PeerSettings):
             how, signal = settings.said(), settings.signal
         elif isinstance(settings, MomentSettings):
@@ -59,6 +61,7 @@ class Plan:
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {how}; nothing has been read.",
             f"budget: {budget.describe(budget.epsilon)}",
+            *(f"expect: {line}" for line in expected),
             "",
             f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
             *(
@@ -70,10 +73,10 @@ class Plan:
             f"noise/signal: {signal}",
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-            *(f"warning: {line}" for line in warnings(budget, schema)),
+            *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
-        fields["public"] = schema.as_dict()
+        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
         show(fields, lines, json=self.json)
         return 0
