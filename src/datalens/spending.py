@@ -1,6 +1,5 @@
 """What a run will charge, from its settings alone, and its place in the data set's own budget (`privacy/budget.py`)."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from datalens.plan import costs
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget
+from datalens.progress import say
 
 
 def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
@@ -45,6 +45,9 @@ def _gaussian(law: str, facts: dict[str, Any]) -> GaussianEvent:
     return GaussianEvent(**{name: value for name, value in facts.items() if name != "coordinates"})
 
 
+DECIDED = "not all of this budget is Gaussian noise: it holds for runs that were decided on beforehand (docs/budget.md)"
+
+
 def check_room(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> None:
     """Before the long reading: would there be room?"""
     if folder is not None:
@@ -58,6 +61,8 @@ def reserve(folder: Path | None, settings: AnySettings, schema: Schema, budget: 
         return None
     with DataBudget.open(folder) as data:
         run = data.reserve(planned(settings, schema, budget), budget, **_facts(settings, schema))
+        if len(data.reservations) > 1 and not _all_gaussian(data):
+            say(f"note: {DECIDED}")
     return {"folder": str(folder.absolute()), "run": run}
 
 
@@ -102,13 +107,11 @@ def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
         f"reserved by {len(data.reservations)} runs: {data.describe(spent, accountant)}",
         f"left for one more run with Gaussian noise: {data.describe(left, 'exact')}",
     ]
-    if not _all_gaussian([event for event, _ in data.charges]):
-        lines.append(
-            "not all of it is Gaussian noise: this holds for runs that were decided on beforehand (docs/budget.md)"
-        )
+    if not _all_gaussian(data):
+        lines.append(DECIDED)
     lines.append("private, like the data: keep this folder, and no older copy of it")
     return fields, lines
 
 
-def _all_gaussian(events: Sequence[Charge]) -> bool:
-    return all(isinstance(event, GaussianEvent) for event in events)
+def _all_gaussian(data: DataBudget) -> bool:
+    return all(isinstance(event, GaussianEvent) for event, _ in data.charges)
