@@ -125,12 +125,12 @@ def test_a_mix_is_priced_by_an_accountant_that_knows_all_of_it() -> None:
 # --- what a run may charge at most -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["exact", "rdp", "rdp-improved"])
+@pytest.mark.parametrize("name", ["exact", "rdp", "rdp-improved", "pld"])
 def test_gaussian_runs_reserve_all_their_budget_holds(name: AccountantName) -> None:
     """Whatever releases are lost and charged again: the run's own ledger stops at that mu²."""
     ((event, times),) = most_charged(PLAIN, budget(1.0, name))
     assert times == 1
-    assert event.mu == pytest.approx(Accountant(name=name).mu_budget(1.0, DELTA), rel=1e-9)
+    assert event.mu == pytest.approx(Accountant(name=name).mu_budget(1.0, DELTA), rel=1e-9 if name != "pld" else 1e-3)
 
 
 def test_a_loud_run_reserves_more_than_one_mu() -> None:
