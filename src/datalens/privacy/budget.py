@@ -100,8 +100,8 @@ def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget) -> Counted
     gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent)]
     smooth = all(event.smooth for event in gaussian if isinstance(event, DiscreteGaussianEvent))
     if len(gaussian) == len(parts) and smooth:
-        # mu² adds up to whatever the budget holds. By RDP discrete noise counts as less than the Gaussian behind it. What
-        # pld takes costs no more by the exact curve, which is quicker to ask.
+        # mu² adds up to whatever the budget holds. By RDP discrete noise counts as less than the Gaussian behind it.
+        # What pld takes costs no more by the exact curve, which is quicker to ask.
         accountant = Accountant(name="exact") if accountant.name == "pld" else accountant
         more = 1.0
         if accountant.name != "exact":
