@@ -12,8 +12,6 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.config import TrainOptions
-from datalens.datasets.arrays import as_arrays, named_labels
-from datalens.datasets.records import Dataset
 from datalens.datasets.schema import READ_OFF, Schema
 from datalens.errors import DatalensError, TamperedError
 
@@ -130,6 +128,8 @@ class DataLens(BaseEstimator):
         `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
         labels: one an image, whole numbers or names; left out, all images are of one class.
         """
+        from datalens.datasets.arrays import as_arrays, named_labels
+        from datalens.datasets.records import Dataset
         from datalens.training import train
 
         pixels, found, known = as_arrays(images, labels)
