@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from datalens import streams
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.third_party import PerTeacher
 from datalens.errors import DatalensError
@@ -81,6 +82,7 @@ def test_functions_that_are_refused(row: Callable[..., torch.Tensor], why: str) 
 def test_bounds_that_are_none(bound: float) -> None:
     with pytest.raises(DatalensError, match="bound above 0"):
         per_teacher(signs, l2_bound=bound)
+    assert per_teacher(signs, l2_bound=0.5)(gradients(VALUES)).diameter == 1.0
 
 
 # --- and their mechanisms --------------------------------------------------------------------------
@@ -121,3 +123,17 @@ def test_what_can_be_seen_of_a_mechanism_is_checked(fault: str) -> None:
         return
     with pytest.raises(DatalensError, match="--mechanism: the plug-in"):
         gate.release(total, ledger, step=0)
+
+
+def test_its_uniforms_are_a_stream_of_their_own() -> None:
+    """Keyed by seed, step and teacher, so that neither chunks nor ranks change them."""
+
+    def drawn(seed: int, step: int, numbers: list[int]) -> torch.Tensor:
+        asked = Gradients(teachers=torch.tensor(numbers), values=torch.zeros(len(numbers), 2, 5), step=step)
+        return per_teacher(lambda g, u: u, whole_numbers=False, l2_bound=10.0, seed=seed)(asked).rows
+
+    expected = streams.uniform(3, "plug-in", 7, teachers=torch.tensor([4, 5]), count=10).view(2, 2, 5)
+    assert torch.equal(drawn(3, 7, [4, 5]), expected.to(torch.float64))
+    assert torch.equal(drawn(3, 7, [5]), drawn(3, 7, [4, 5])[1:])
+    for other in (drawn(4, 7, [4, 5]), drawn(3, 8, [4, 5]), drawn(3, 7, [5, 6])):
+        assert not torch.equal(other, drawn(3, 7, [4, 5]))
