@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow browser faults mutation check clean
+.PHONY: help demo test test-slow browser faults mutation check pythons clean
 help:
 	@echo "make demo       train on MNIST at epsilon 1, sample, evaluate, verify"
 	@echo "make test       all checks and all fast tests"
@@ -14,6 +14,7 @@ help:
 	@echo "make faults     200 injected faults: crashes, full disks, second writers"
 	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
 	@echo "make check      ruff, mypy, import contracts"
+	@echo "make pythons    the wheel, installed and tried on every Python from 3.11 to 3.13 that is at hand"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -55,6 +56,9 @@ faults: $(STAMP)
 
 mutation: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py
+
+pythons: $(STAMP)
+	$(BIN)/python tools/pythons.py
 
 clean:
 	rm -rf $(VENV) runs build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

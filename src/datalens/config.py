@@ -13,11 +13,13 @@ from datalens.errors import DatalensError
 
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
+    from datalens.plugins import Compressor
 
 MethodName = Literal[
     "datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan", "pategan", "gpate"
 ]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+COMPRESSORS: tuple[CompressName, ...] = get_args(CompressName)
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
@@ -90,7 +92,7 @@ class TrainOptions:
     record_id: RecordId = None
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
-    method: MethodName = "datalens"
+    method: MethodName | str = "datalens"
     """datalens: our default. datalens-paper: Algorithm 1 with the paper's settings and accountant. The others are the
     systems it is compared with (docs/methods.md)."""
     epsilon: float = 1.0
@@ -105,6 +107,8 @@ class TrainOptions:
     off: teachers vote (TopAgg)."""
     seed: int = 0
     """Of training randomness only. Privacy noise comes from the operating system."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The data set's own budget, over all runs on it (see `datalens budget`): this run is set aside in it first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
@@ -147,8 +151,11 @@ class TrainOptions:
     """Coordinates in which teachers vote."""
     basis_size: _WholeNumber = None
     """How many low-frequency coordinates (dct only)."""
-    compress: Annotated[CompressName | None, _CHOICE] = None
-    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD."""
+    compress: Annotated[CompressName | str | None, _CHOICE] = None
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD. Or
+    one that another package brings (docs/extending.md)."""
+    mechanism: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """A mechanism that another package brings, in the place of ours: it is inside the gate, and not checked by us."""
     levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
     """klevel: how many levels a coordinate is rounded to, 2 to 128."""
     sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
@@ -195,7 +202,7 @@ class TrainOptions:
 # Options that mean something to some methods only.
 OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
-    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
+    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns", "mechanism"),
 )
 MOMENT_OVERRIDES = (
     *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
@@ -223,7 +230,7 @@ class Settings:
     teacher_steps_first: int
     basis: Literal["pixel", "dct"]
     basis_size: int
-    compress: CompressName
+    compress: str  # a CompressName, or a plug-in's
     k: int
     clip: float
     sigma: float
@@ -241,15 +248,22 @@ class Settings:
     levels: int = 0  # of klevel; 0 elsewhere
     sketch_rows: int = 0  # of sketch
     sketch_columns: int = 0
+    mechanism: str = ""  # a plug-in's name
+    plugins: str = ""  # what of this is code of other packages, and which
 
     def as_dict(self) -> dict[str, Any]:
         """Without what belongs to another compressor: so older certificates have it too."""
         fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if name not in OF_A_COMPRESSOR or value != 0}
+        left_out = {**dict.fromkeys(OF_A_COMPRESSOR, 0), "mechanism": "", "plugins": ""}
+        return {name: value for name, value in fields.items() if value != left_out.get(name)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
         settings = checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
+        if settings.compress not in COMPRESSORS:
+            settings._plugin()  # or what there is
+        if bool(settings.plugins) != (settings.compress not in COMPRESSORS or settings.mechanism != ""):
+            raise DatalensError("the settings must name the plug-ins they use, and no others")
         for name, compress in OF_A_COMPRESSOR.items():
             if (getattr(settings, name) > 0) != (settings.compress == compress):
                 raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
@@ -258,6 +272,9 @@ class Settings:
     @property
     def cells(self) -> int:
         """Numbers that are released about one image."""
+        if self.compress not in COMPRESSORS:
+            cells = self._plugin().cells
+            return self.basis_size if cells is None else cells(self)
         if self.compress == "klevel":
             return 1 << (self.basis_size - 1).bit_length()  # padded for the rotation
         return self.sketch_rows * self.sketch_columns if self.compress == "sketch" else self.basis_size
@@ -265,10 +282,22 @@ class Settings:
     @property
     def l2_bound(self) -> float:
         """How long a teacher's row over a batch can be (see `bounded`); two are at most twice that apart."""
+        if self.compress not in COMPRESSORS:
+            return self._plugin().l2_bound(self)
         if self.compress == "klevel":
             return (self.levels - 1) * math.sqrt(self.cells * self.batch)
         rows = self.sketch_rows if self.compress == "sketch" else 1
         return math.sqrt(rows * self.k * self.batch)
+
+    @property
+    def real_rows(self) -> bool:
+        """Whether sums are of real numbers, which discrete noise does not fit."""
+        return self.compress in REAL_ROWS or (self.compress not in COMPRESSORS and not self._plugin().whole_numbers)
+
+    def _plugin(self) -> "Compressor":
+        from datalens.plugins import compressor
+
+        return compressor(self.compress)[0]
 
 
 OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
@@ -390,10 +419,10 @@ def parse_settings(fields: dict[str, Any]) -> AnySettings:
     """From JSON, of whichever kind."""
     if isinstance(fields, dict) and fields.get("method") == "dpsgd":
         return SgdSettings.from_dict(fields)
-    from datalens.peers.table import METHODS
+    from datalens.peers.table import is_peer, method_named
 
-    if isinstance(fields, dict) and isinstance(fields.get("method"), str) and fields["method"] in METHODS:
-        return METHODS[fields["method"]].settings.from_dict(fields)
+    if isinstance(fields, dict) and isinstance(fields.get("method"), str) and is_peer(fields["method"]):
+        return method_named(fields["method"]).settings.from_dict(fields)
     kind = MomentSettings if isinstance(fields, dict) and "warm_start" in fields else Settings
     return kind.from_dict(fields)
 
@@ -432,8 +461,9 @@ def options_as_dict(options: TrainOptions) -> dict[str, Any]:
         fields.pop(name)
     if fields["data"] is not None and formats.is_own(fields["data"]):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
-    if fields["data_folder"] is not None:
-        fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
+    for name in ("data_folder", "budget"):
+        if fields[name] is not None:
+            fields[name] = str(Path(fields[name]).absolute())
     if fields["classes"] is not None and os.path.isfile(fields["classes"]):
         fields["classes"] = str(Path(fields["classes"]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

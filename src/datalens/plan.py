@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from datalens.config import (
+    COMPRESSORS,
     MOMENT_OVERRIDES,
     OF_A_COMPRESSOR,
     OVERRIDES,
@@ -19,23 +20,28 @@ from datalens.config import (
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
-from datalens.peers.table import METHODS, make_peer_plan
-from datalens.presets import HIDDEN, preset
+from datalens.peers.table import METHODS, is_peer, make_peer_plan, method_named
+from datalens.plugins import compressor, mechanism, named
+from datalens.presets import HIDDEN, PRESETS, preset
 from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
 
-PER_IMAGE = ("dpmerf", "dpgan", "dpsgd-gan")  # methods in which every image has a row of its own
+# Methods that can protect a person: shares follow record ids, or rows are of persons. In the others, and in those of
+# others as far as anybody knows, every image has a row of its own.
+BY_PERSON = (*PRESETS, "dcgan", "gswgan", "pategan", "gpate")
 
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
     if schema.by_person:
         _check_persons(options)
-    if options.method in METHODS:
+    if is_peer(options.method):
         budget = _budget(options)
         return budget, make_peer_plan(options, schema, budget)
+    if options.method not in PRESETS:
+        named("methods", options.method, ours=(*PRESETS, *METHODS))  # says what there is
     if starts_from_moments(options):
         budget = _budget(options)
         return budget, _moment_settings(options, schema, budget)
@@ -44,7 +50,7 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSetti
 
 def _check_persons(options: TrainOptions) -> None:
     """What cannot protect a person with all of their images."""
-    if options.method in PER_IMAGE:
+    if options.method not in BY_PERSON:
         raise DatalensError(
             f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
             "datalens"
@@ -68,9 +74,10 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
     check_settings(values, schema)
     if values["compress"] in ("sign", "klevel"):
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
+    values["plugins"] = _plugins(values)
     values["noise"] = _law(options, values)
     draft = Settings(
-        method=options.method,
+        method=options.method,  # type: ignore[arg-type] # one of PRESETS
         preset=name,
         seed=options.seed,
         noise_seeded=options.noise_seed is not None,
@@ -90,8 +97,8 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
 def _budget(options: TrainOptions) -> Budget:
     """And what no plan can be made with."""
     default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
-    if options.method in METHODS:
-        default_accountant = METHODS[options.method].accountant
+    if is_peer(options.method):
+        default_accountant = method_named(options.method).accountant
     budget = Budget(
         epsilon=options.epsilon,
         delta=options.delta,
@@ -276,7 +283,20 @@ def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None
         )
     if 10 < budget.epsilon < math.inf:
         found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
+    if isinstance(settings, MomentSettings):
+        records = schema.nominal_size / len(schema.classes)
+        heard = 4 * _noise_of_counts(settings, schema, budget)
+        if records < max(heard, 20):  # what `methods.moments` leaves out
+            found.append(
+                f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "
+                "raise --epsilon, bring more records, or make fewer classes of them"
+            )
     return found
+
+
+def _noise_of_counts(settings: MomentSettings, schema: Schema, budget: Budget) -> float:
+    sums = next(part for part in costs(settings, schema, budget) if part["release"] == "sums")
+    return sums["sigma"] / settings.counted
 
 
 def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:
@@ -295,7 +315,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
     for name, owner in OF_A_COMPRESSOR.items():
         if name in asked and compress != owner:
             raise DatalensError(f"--{name.replace('_', '-')} belongs to --compress {owner}: leave it out")
-    if compress in ("klevel", "sketch"):
+    if compress not in ("topk-sign", "sign", "topk"):
         values.pop("sigma", None)  # a printed σ belongs to rows of norm √(k·m)
     if compress == "klevel":
         values["levels"] = LEVELS
@@ -308,10 +328,23 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         values["beta"] = None  # the printed β belongs to the printed σ and N
 
 
+def _plugins(values: dict[str, Any]) -> str:
+    """What of a plan is code of other packages."""
+    found = []
+    if values["compress"] not in COMPRESSORS:
+        found.append(f"the compressor {values['compress']} of {compressor(values['compress'])[1]}")
+    if values.get("mechanism"):
+        found.append(f"the mechanism {values['mechanism']} of {mechanism(values['mechanism'])[1]}")
+    return " and ".join(found)
+
+
 def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
     """Exact whole-number noise wherever it can be had."""
+    real = values["compress"] in REAL_ROWS
+    if values["compress"] not in COMPRESSORS:
+        real = not compressor(values["compress"])[0].whole_numbers
     if options.noise == "discrete-gaussian":
-        if values["compress"] in REAL_ROWS:
+        if real:
             raise DatalensError(
                 f"--compress {values['compress']} sums real numbers, which discrete noise does not fit: leave one out"
             )
@@ -321,7 +354,7 @@ def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
             raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
     if options.noise is not None:
         return options.noise
-    exact = values["compress"] not in REAL_ROWS and options.noise_seed is None and opendp_installed()
+    exact = not real and not values.get("mechanism") and options.noise_seed is None and opendp_installed()
     return "discrete-gaussian" if exact else "gaussian"
 
 

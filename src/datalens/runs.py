@@ -108,10 +108,12 @@ class Run:
         schema: Schema,
         data_sha256: str,
         launch: str | None = None,
+        data_budget: dict[str, str] | None = None,
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched.
 
-        `launch`: which call of torchrun began it (see `distributed.launch`).
+        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget`: where this run is set
+        aside (see `spending.reserve`).
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +128,7 @@ class Run:
                 "schema": schema.as_dict(),
                 "data_sha256": data_sha256,  # of the records: private, like all of this file
                 "launch": launch,
+                **({} if data_budget is None else {"data_budget": data_budget}),
             }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
             Ledger.create(draft / "ledger.jsonl", budget).close()

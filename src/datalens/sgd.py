@@ -29,6 +29,7 @@ from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
+from datalens.spending import check_reserved, check_room, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,7 @@ class SgdOptions:
     record_id: str | None = None
     seed: int = 0
     noise_seed: int | None = None
+    budget: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
 
@@ -79,7 +81,7 @@ class SgdOptions:
         fields = dict(self.__dict__)
         for name in ("out", "device", "resume"):
             fields.pop(name)
-        for name in ("data", "data_folder", "classes", "extractor"):
+        for name in ("data", "data_folder", "classes", "extractor", "budget"):
             value = fields[name]
             fields[name] = str(Path(value).absolute()) if value is not None and os.path.exists(value) else value
         return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
@@ -96,10 +98,12 @@ def train(options: SgdOptions) -> dict[str, Any]:
     else:
         settings, schema, budget = plan(options, device)
         check_vacant(options.out)
+        check_room(options.budget, settings, schema, budget)
         for line in warnings(budget, schema):
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
     if options.resume:
+        check_reserved(read_config(options.out))
         run = Run.open(options.out)
     else:
         if schema.read_off:
@@ -111,6 +115,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
             budget=budget,
             schema=schema,
             data_sha256=data.sha256,
+            data_budget=reserve(options.budget, settings, schema, budget),
         )
     try:
         if run.config["data_sha256"] != data.sha256:
@@ -193,8 +198,10 @@ def _as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Bud
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     known = {name: begun[name] for name in default if name in begun}
-    folder = known.pop("data_folder", None)
-    whole = {"epsilon": float(known.pop("epsilon")), "data_folder": None if folder is None else Path(folder), **known}
+    paths = {
+        name: None if (path := known.pop(name, None)) is None else Path(path) for name in ("data_folder", "budget")
+    }
+    whole = {"epsilon": float(known.pop("epsilon")), **paths, **known}
     options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
     budget, _ = read_ledger(options.out / "ledger.jsonl")
     return options, SgdSettings.from_dict(config["settings"]), Schema.from_dict(config["schema"]), budget

@@ -38,7 +38,7 @@ class Plan:
         Literal["exact", "rdp", "rdp-improved", "pld"] | None,
         arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
     ] = None
-    method: MethodName = "datalens"
+    method: MethodName | str = "datalens"
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
     """As for `train`."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
@@ -48,6 +48,7 @@ class Plan:
         from datalens.config import MomentSettings
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
+        from datalens.guidance import expect
         from datalens.peers.settings import PeerSettings
         from datalens.plan import costs, make_plan, warnings
         from datalens.privacy.ledger import json_number
@@ -58,6 +59,7 @@ class Plan:
         looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         parts = costs(settings, schema, budget)
+        expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
         if isinstance(settings, PeerSettings):
             how, signal = settings.said(), settings.signal
         elif isinstance(settings, MomentSettings):
@@ -67,6 +69,7 @@ class Plan:
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
+            *(f"expect: {line}" for line in expected),
             "",
             f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
             *(
@@ -78,10 +81,10 @@ class Plan:
             f"noise/signal: {signal}",
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-            *(f"warning: {line}" for line in warnings(budget, schema, settings)),
+            *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
-        fields["public"] = schema.as_dict()
+        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
         show(fields, lines, json=self.json)
         return 0

@@ -67,6 +67,8 @@ class Sgd:
     """Of the model's first weights only. Samples and noise come from the operating system."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed samples and noise, for debugging: the run is stamped NOT PRIVATE."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The data set's own budget, over all runs on it (see `datalens budget`): this run is set aside in it first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
     """Continue the run in --out after an interruption."""

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
+from datalens.config import COMPRESSORS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.pages import MOST_BYTES, REPORT, seal_problem
@@ -103,15 +103,26 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
         "declared_public": declared_public(schema),
-        "not_covered": list(NOT_COVERED),
+        "not_covered": [*NOT_COVERED, *_third_party(settings)],
         "chain": CHAIN,
         "settings": settings.as_dict(),
     }
 
 
+def _third_party(settings: AnySettings) -> tuple[str, ...]:
+    plugins = getattr(settings, "plugins", "")
+    said = f"{plugins}: not part of datalens, and not checked by it; the guarantee holds if that code does what it says"
+    return (said,) if plugins else ()
+
+
 def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
     if isinstance(settings, PeerSettings):
         return settings.mechanism(budget)
+    if isinstance(settings, Settings) and settings.plugins:
+        return {
+            "name": f"sum of teachers' bounded rows with Gaussian noise (TopAgg), with {settings.plugins}",
+            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
+        }
     if isinstance(settings, Settings):
         return {
             "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
@@ -140,6 +151,8 @@ _ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clip
 
 
 def _lengths(settings: Settings) -> str:
+    if settings.compress not in COMPRESSORS:
+        return "2·(the longest row that the plug-in states)"
     lengths = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
     return lengths.get(settings.compress, "2·sqrt(k·batch)")
 
@@ -149,7 +162,7 @@ def _noise_of(settings: AnySettings) -> str:
         return settings.noise_said()
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.compress in REAL_ROWS)
+    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.real_rows)
     return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
