@@ -216,11 +216,12 @@ class DataLens(BaseEstimator):
         _, height, width, channels = images.shape
         read_off = [] if self.classes is not None else ["the classes that occur"]
         if self.nominal_size is None and self.relation == "add-remove":
+            units = "records" if whose is None else "persons"
             read_off.insert(
-                0, "the true number of records (whoever knows all but one can tell from it if that is there)"
+                0, f"the true number of {units} (whoever knows all but one can tell from it if that is there)"
             )
             warnings.warn(
-                "the true number of records is declared public; under add-remove it is private: say about how many "
+                f"the true number of {units} is declared public; under add-remove it is private: say about how many "
                 "there are with nominal_size=",
                 stacklevel=3,
             )
