@@ -19,6 +19,7 @@ from datalens.datasets import formats
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
+from datalens.presets import sgd_usual
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
@@ -126,20 +127,27 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
     if small and network == "cnn":
         raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
+    usual = sgd_usual(
+        network=network,
+        features=extractor is not None,
+        nominal_size=schema.nominal_size,
+        epsilon=budget.epsilon,
+        compressed=options.topk < 1 and options.selector == "norm",
+    )
     epochs = options.epochs
     if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
-        epochs = 15.0
+        epochs = usual.epochs
     made = plan_steps(
         budget=budget,
         nominal_size=schema.nominal_size,
-        batch_size=options.batch_size or max(1, min(512, schema.nominal_size // 20)),
+        batch_size=options.batch_size or usual.batch_size,
         epochs=epochs,
-        clip=(1.0 if extractor else 10.0) if options.clip is None else options.clip,
+        clip=usual.clip if options.clip is None else options.clip,
         topk=options.topk,
         selector=options.selector,
         sigma=options.sigma,
     )
-    rate = (0.5 if extractor else 0.1) if options.lr is None else options.lr
+    rate = usual.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
     if options.noise_seed is not None and options.noise_seed < 0:

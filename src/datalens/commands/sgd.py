@@ -36,16 +36,18 @@ class Sgd:
     """norm: noise shrinks by sqrt(topk) with the rows. dim: it does not."""
     sigma: Annotated[float | None, _SOLVED] = None
     """Noise multiplier."""
-    clip: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 10; with features: 1)")] = None
+    clip: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.3; linear: 10; on features: 1)")
+    ] = None
     """What the norm of a record's gradient is clipped to."""
     batch_size: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 512, or 1/20 of the records)")
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 1/30 of the records; linear: 512 or 1/20)")
     ] = None
     """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.1; with features: 0.5)")] = None
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --clip)")] = None
     """Learning rate."""
     epochs: Annotated[
-        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
     ] = None
     """How often a record is in, on average."""
     last: bool = False

@@ -53,12 +53,18 @@ def _length(data: str, epsilon: float, batch: int, sigma: float) -> dict[str, An
     return {"sigma": sigma}
 
 
-# Our own, beside the paper's: learning rates at a clip norm that gradients reach. data → ε up to which → batch, steps.
-_OWN: dict[str, tuple[tuple[float, int, int], ...]] = {
-    "mnist": ((0.1, 512, 300), (0.3, 512, 600), (INF, 512, 1800)),
-    "cifar10": ((0.1, 1024, 300), (0.4, 1024, 600), (INF, 1024, 1500)),
+# Our own, beside the paper's: at a clip norm that gradients reach. Clip, batch, and learning rates.
+_OWN: dict[str, tuple[float, int, tuple[float, ...]]] = {
+    "mnist": (0.3, 2048, (6.0, 10.0, 16.0)),
+    "cifar10": (1.0, 1024, (0.05, 0.2, 0.8)),
 }
-_OWN_RATES = {"mnist": (0.5, 1.0, 2.0), "cifar10": (0.05, 0.2, 0.8)}
+
+
+def _own_steps(data: str, epsilon: float) -> int:
+    """All steps together go as far as noise lets them: about proportional to ε."""
+    if data == "mnist":
+        return round(900 * min(1.0, max(0.05, epsilon)))
+    return next(steps for most, steps in ((0.1, 300), (0.4, 600), (INF, 1500)) if epsilon <= most)
 
 
 def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode") -> list[Setting]:
@@ -66,8 +72,9 @@ def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode")
     kind = _kind(data, epsilon, k, selector)
     if mode.steps is not None:
         return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
-    batch, steps = next((b, n) for most, b, n in _OWN[data] if epsilon <= most)
-    own = [Setting(**kind, clip=1.0, batch=batch, steps=steps, rate=rate) for rate in _OWN_RATES[data]]
+    clip, batch, rates = _OWN[data]
+    steps = _own_steps(data, epsilon)
+    own = [Setting(**kind, clip=clip, batch=batch, steps=steps, rate=rate) for rate in rates]
     return printed(data, epsilon, k, selector) + own
 
 
