@@ -68,14 +68,14 @@ def _own_steps(data: str, epsilon: float) -> int:
 
 
 def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode") -> list[Setting]:
-    """What is searched for the best: the paper's, and a small grid of our own."""
+    """What is searched for the best: a small grid of our own, and the paper's."""
     kind = _kind(data, epsilon, k, selector)
     if mode.steps is not None:
         return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
     clip, batch, rates = _OWN[data]
     steps = _own_steps(data, epsilon)
     own = [Setting(**kind, clip=clip, batch=batch, steps=steps, rate=rate) for rate in rates]
-    return printed(data, epsilon, k, selector) + own
+    return own + printed(data, epsilon, k, selector)
 
 
 @dataclass(frozen=True, kw_only=True)
