@@ -113,17 +113,17 @@ class SgdUsual(NamedTuple):
     epochs: float
     clip: float
     pace: float  # learning rate times clip: how far a step goes at most, before noise
+    falls: bool  # the learning rate
 
 
-def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float, compressed: bool) -> SgdUsual:
+def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float) -> SgdUsual:
     """By public facts alone. Those of the cnn did best on MNIST records held out of training (docs/dpsgd.md).
 
-    All steps together can go as far as noise lets them, which is proportional to ε and to the number of records; with
-    large batches they are few. Compressed gradients agree less with each other, and have to go further.
+    All steps together can go as far as noise lets them, which is proportional to ε and to the number of records.
     """
     n = nominal_size
     if network == "linear":
         batch = max(1, min(512, n // 20))
-        return SgdUsual(batch, 15.0, 1.0, 0.5) if features else SgdUsual(batch, 15.0, 10.0, 1.0)
+        return SgdUsual(batch, 15.0, 1.0, 0.5, False) if features else SgdUsual(batch, 15.0, 10.0, 1.0, False)
     epochs = min(30.0, max(1.5, 30 * epsilon * n / 60_000))
-    return SgdUsual(max(1, n // 30), epochs, 0.3, 3.0 if compressed else 2.0)
+    return SgdUsual(max(1, n // 30), epochs, 0.3, 3.6, True)

@@ -53,6 +53,7 @@ class SgdOptions:
     batch_size: int | None = None
     lr: float | None = None
     epochs: float | None = None
+    constant_rate: bool = False
     network: Literal["cnn", "linear"] | None = None
     extractor: str | None = None
     last: bool = False
@@ -132,7 +133,6 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         features=extractor is not None,
         nominal_size=schema.nominal_size,
         epsilon=budget.epsilon,
-        compressed=options.topk < 1 and options.selector == "norm",
     )
     epochs = options.epochs
     if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
@@ -169,6 +169,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         batch_size=made.batch_size,
         steps=made.schedule.steps,
         rate=rate,
+        falls=usual.falls and not options.constant_rate,
         average=not options.last,
     )
     return settings, schema, budget
@@ -240,18 +241,18 @@ def ready(x: "Tensor") -> "Tensor":
 class Trainer:
     """The model and its optimizer, a step at a time; what a checkpoint keeps of them.
 
-    `average` is the mean of the weights over the second half of the planned steps: most of the noise of single steps
-    cancels in it, and as it is made of released weights alone, it costs nothing.
+    `average` is a mean of the weights after every step t, weighed by t⁸ (Shamir and Zhang 2013): most of the noise of
+    single steps cancels in it, and as it is made of released weights alone, it costs nothing.
     """
 
-    def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float) -> None:
+    def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float, falls: bool) -> None:
         import torch
 
         from datalens.methods.dpsgd import PrivateOptimizer, sampled_module
 
         self.model, self._gate = model, gate
         self.average = copy.deepcopy(model)
-        self._taken = self._averaged = 0  # steps, and how many of them are in the average
+        self._taken, self._rate, self._falls = 0, rate, falls
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
 
@@ -264,6 +265,9 @@ class Trainer:
 
         chosen = torch.from_numpy(poisson_sample(self._gate.noise, len(x), self._gate.schedule.rate)).to(x.device)
         parts = chosen.split(MOST_AT_ONCE) if len(chosen) else (chosen,)
+        if self._falls:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate * share_of_rate(self._taken, self._gate.schedule.steps)
         for number, part in enumerate(parts, start=1):
             self._optimizer.signal_skip_step(do_skip=number < len(parts))
             self._optimizer.zero_grad()
@@ -271,23 +275,26 @@ class Trainer:
             F.cross_entropy(self._sampled(ready(x[part])), y[part]).backward()
             self._optimizer.step()
         self._taken += 1
-        late = self._taken > self._gate.schedule.steps // 2
-        self._averaged = self._averaged + 1 if late else 1
         with torch.no_grad():
             for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mean.lerp_(now, 1 / self._averaged)
+                mean.lerp_(now, 9 / (self._taken + 8))
 
     def state(self) -> "dict[str, Tensor]":
         import torch
 
-        counts = {"taken": torch.tensor(self._taken), "averaged": torch.tensor(self._averaged)}
+        counts = {"taken": torch.tensor(self._taken)}
         last = {f"model.{name}": value.detach() for name, value in self.model.state_dict().items()}
         return counts | last | {f"average.{name}": value.detach() for name, value in self.average.state_dict().items()}
 
     def load_state(self, state: "dict[str, Tensor]") -> None:
-        self._taken, self._averaged = int(state["taken"]), int(state["averaged"])
+        self._taken = int(state["taken"])
         for name, model in (("model.", self.model), ("average.", self.average)):
             model.load_state_dict({key.removeprefix(name): v for key, v in state.items() if key.startswith(name)})
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the learning rate, at step 0, 1, …: up over the first tenth of the steps, and down to nothing at their end."""
+    return min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
 def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
@@ -323,7 +330,7 @@ def make_trainer(
 
     shape: tuple[int, ...] = (settings.features,) if settings.features else schema.shape
     model = seeded(settings.seed, shape=shape, classes=len(schema.classes), network=settings.network).to(device)
-    return Trainer(model, made, gate, rate=settings.rate)
+    return Trainer(model, made, gate, rate=settings.rate, falls=settings.falls)
 
 
 def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":

@@ -1,6 +1,5 @@
 """make_private: plain Opacus at k = 1, what it refuses and how it says so, and the ways a batch may come."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -336,19 +335,3 @@ def test_replace_one_is_refused() -> None:
 def test_it_is_part_of_the_library() -> None:
     assert datalens.make_private is make_private and "make_private" in datalens.__all__
     assert callable(attach)
-
-
-def test_what_is_usual_follows_public_facts(tmp_path: Path) -> None:
-    """More budget or more records: more steps, and never a word about the records themselves."""
-    from datalens.presets import sgd_usual
-    from datalens.sgd import SgdOptions, plan
-
-    facts: dict[str, Any] = {"network": "cnn", "features": False, "compressed": False}
-    little, much = (sgd_usual(**facts, nominal_size=60_000, epsilon=e) for e in (0.2, 1.0))
-    assert (little.batch_size, little.epochs, much.epochs) == (2000, 6.0, 30.0)
-    assert sgd_usual(**facts, nominal_size=10_000, epsilon=1.0).epochs == 5.0
-    options = SgdOptions(data="mnist", out=tmp_path, epsilon=0.2, accountant="rdp-improved", topk=0.8)
-    settings, _, _ = plan(options, torch.device("cpu"))
-    assert (settings.batch_size, settings.steps, settings.clip, settings.rate) == (2000, 180, 0.3, pytest.approx(10.0))
-    asked, _, _ = plan(dataclasses.replace(options, clip=1.0), torch.device("cpu"))
-    assert asked.rate == pytest.approx(3.0)  # a step is as long at any clip

@@ -50,8 +50,10 @@ class Sgd:
         float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
     ] = None
     """How often a record is in, on average."""
+    constant_rate: bool = False
+    """Keep the learning rate, as the paper does (and a linear head always does); else it falls to nothing."""
     last: bool = False
-    """Release the last weights, as the paper does, and not their mean over the second half of the steps."""
+    """Release the last weights, as the paper does, and not a mean in which late ones weigh most."""
     network: Annotated[
         Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
     ] = None

@@ -55,7 +55,7 @@ def _length(data: str, epsilon: float, batch: int, sigma: float) -> dict[str, An
 
 # Our own, beside the paper's: at a clip norm that gradients reach. Clip, batch, and learning rates.
 _OWN: dict[str, tuple[float, int, tuple[float, ...]]] = {
-    "mnist": (0.3, 2048, (6.0, 10.0, 16.0)),
+    "mnist": (0.3, 2048, (6.0, 12.0)),
     "cifar10": (1.0, 1024, (0.05, 0.2, 0.8)),
 }
 
@@ -74,7 +74,8 @@ def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode")
         return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
     clip, batch, rates = _OWN[data]
     steps = _own_steps(data, epsilon)
-    own = [Setting(**kind, clip=clip, batch=batch, steps=steps, rate=rate) for rate in rates]
+    course: dict[str, Any] = {"clip": clip, "batch": batch, "steps": steps, "falls": data == "mnist"}
+    own = [Setting(**kind, **course, rate=rate) for rate in rates]
     return own + printed(data, epsilon, k, selector)
 
 
@@ -100,7 +101,7 @@ class Mode:
                 records={"mnist": None, "cifar10": None},
             )  # fmt: skip
         fixed = {
-            "mnist": {"clip": 0.3, "batch": 512, "rate": 8.0},
+            "mnist": {"clip": 0.3, "batch": 512, "rate": 12.0, "falls": True},
             "cifar10": {"clip": 1.0, "batch": 128, "rate": 0.5},
         }
         return cls(
@@ -152,6 +153,11 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
 def _possible(lab: Lab, mode: Mode, cell: Cell, choose: Any) -> list[Setting]:
     """The settings of a cell that some noise is enough for, and that take not too long."""
     found: list[Setting] = []
+    if not lab.trains and choose is candidates:
+        kind = _kind(*cell[:4]) | {"accountant": cell[4], "noise": "bound", "held_out": False}
+        theirs = printed(*cell[:4])
+        mine = [s for s in lab.kept() if all(getattr(s, name) == value for name, value in kind.items())]
+        return sorted(mine, key=theirs.__contains__)  # the paper's last: they are shown in a column of their own
     for asked in choose(*cell[:4], mode):
         setting = replace(asked, accountant=cell[4])
         try:

@@ -45,6 +45,7 @@ class Setting:
     steps: int | None = None
     noise: Literal["bound", "clip", "none"] = "bound"  # what σ multiplies; the paper's Table 10 has all three
     accountant: AccountantName = "prv"
+    falls: bool = False  # the learning rate, to nothing
     records: int | None = None  # quick: so many of the training records only
     held_out: bool = False  # scored on a sixth of the training records, which it is not trained on: for the search
 
@@ -65,6 +66,18 @@ class Setting:
             sigma=self.sigma,
         )
         return replace(self, sigma=made.schedule.sigma, steps=made.schedule.steps)
+
+    @classmethod
+    def parse(cls, fields: dict[str, str]) -> "Setting":
+        """From a training that was kept, which has them as text."""
+        words = {"inf": INF, "None": None, "True": True, "False": False}
+
+        def value(text: str) -> Any:
+            if text in words or not text[:1].isdigit():
+                return words.get(text, text)
+            return int(text) if text.isdigit() else float(text)
+
+        return cls(**{name: value(text) for name, text in fields.items()})
 
     @property
     def nominal(self) -> int:
@@ -111,7 +124,7 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
         method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
         network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none", extractor_sha256="",
         features=int(parts[0].shape[1]) if linear else 0, selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1,
-        steps=1, rate=0.1, average=False,
+        steps=1, rate=0.1, falls=False, average=False,
     )  # fmt: skip
     return parts[0], parts[1], parts[2], parts[3], public, about
 
@@ -142,7 +155,7 @@ def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
     schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
     budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
     gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
-    settings = replace(about, seed=seed, rate=s.rate)
+    settings = replace(about, seed=seed, rate=s.rate, falls=s.falls)
     trainer = make_trainer(
         settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
     )
@@ -152,7 +165,7 @@ def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
         "setting": {key: str(value) for key, value in asdict(setting).items()},
         "seed": seed,
         "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
-        "averaged": accuracy(trainer.average, tx, ty),  # of their mean over the second half of the steps
+        "averaged": accuracy(trainer.average, tx, ty),  # of a mean in which late ones weigh most
         "epsilon_spent": str(gate.ledger.spent()),
         "delta": DELTA,
         "relation": "add-remove",
@@ -199,6 +212,11 @@ class Lab:
                 for done in concurrent.futures.as_completed(pending):
                     keep(pending[done], done.result())
         return found
+
+    def kept(self) -> list[Setting]:
+        """The settings of what is kept, each once."""
+        files = sorted(self._folder.glob("*-seed*.json"))
+        return list(dict.fromkeys(Setting.parse(json.loads(p.read_text(encoding="utf-8"))["setting"]) for p in files))
 
     def _path(self, job: tuple[Setting, int]) -> Path:
         return self._folder / f"{job[0].name}-seed{job[1]}.json"
