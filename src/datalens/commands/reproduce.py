@@ -24,6 +24,8 @@ class Reproduce:
     """The paper's sizes, and all seeds; wants a GPU."""
     data_folder: DataFolder = None
     """Where CelebA lies, for utility; without it, its rows are not run."""
+    cells: Path | None = None
+    """Tables 8-11, figure3: of the trainings kept here (docs/results/dpsgd); nothing is trained."""
     out: Path = Path("runs/reproduce")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
@@ -38,7 +40,12 @@ class Reproduce:
             show({"available": table}, [f"{name:10} {title}" for name, title in table.items()], json=self.json)
             return 0
         result = harness.reproduce(
-            self.what, full=self.full, out=self.out, device=self.device, data_folder=self.data_folder
+            self.what,
+            full=self.full,
+            out=self.out,
+            device=self.device,
+            data_folder=self.data_folder,
+            dpsgd_cells=self.cells,
         )
         show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=self.json)
         return 0

@@ -82,7 +82,15 @@ def listing() -> dict[str, str]:
     return {name: table.title for name, table in tables().items()} | own
 
 
-def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Path | None = None) -> dict[str, Any]:
+def reproduce(
+    name: str,
+    *,
+    full: bool,
+    out: Path,
+    device: str,
+    data_folder: Path | None = None,
+    dpsgd_cells: Path | None = None,
+) -> dict[str, Any]:
     """Run what is missing, then write the table. Returns where everything is.
 
     `data_folder`: where CelebA lies. Cells whose set cannot be downloaded and is neither there nor in its place at home
@@ -91,6 +99,8 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
     known = tables()
     if name not in listing():
         raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(listing())}")
+    if dpsgd_cells is not None and name not in appendix_a.TITLES:
+        raise DatalensError(f"--cells is for {', '.join(appendix_a.TITLES)}: leave it out for {name}")
     if data_folder is not None:
         _check_folder(name, known[name].cells(full) if name in known else [], data_folder)
     if name == "runtime":
@@ -98,7 +108,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Pat
     if name == "table6":
         return table6.reproduce(full=full, out=out, device=device)
     if name in appendix_a.TITLES:
-        return dpsgd.reproduce(name, full=full, out=out, device=device)
+        return dpsgd.reproduce(name, full=full, out=out, device=device, cells=dpsgd_cells)
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device)
     table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
