@@ -8,7 +8,8 @@ A line is the whole pipeline (training, sampling, classifier), repeated with oth
 import statistics
 from typing import Any
 
-from datalens.reproduce.harness import Cell, Scoring, Table, show, show_cost, show_ours
+from datalens.reproduce.harness import Cell, Scoring, Table
+from datalens.reproduce.output import show, show_cost, show_ours
 
 COUNT, EPOCHS = 20_000, 16  # synthetic images, epochs of the classifier
 SEEDS, FEWER = 5, 3  # of --full: for the lines of ε = 1 and 10 that --quick has too, and for the others
@@ -126,8 +127,10 @@ def _row(row: str, column: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: list[float | None]) -> float | None:
+    """Of those there are: a seed may have been run without the ceiling."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
