@@ -78,7 +78,7 @@ def test_the_lines_of_quick(ran: list[dict[str, Any]], tmp_path: Path) -> None:
         for data in ("mnist", "fashion-mnist")
         for epsilon in (1.0, 10.0)
     ]
-    assert all(one["scoring"] == Scoring(count=20_000, epochs=16, seeds=1, classifier="augmented") for one in ran)
+    assert all(one["scoring"] == Scoring(count=4_000, epochs=6, seeds=1, classifier="augmented") for one in ran)
     assert all(one["data_folder"] is None for one in ran)
     assert (rows[0]["ours"], rows[0]["std"], rows[0]["seeds"], rows[0]["difference"]) == (0.9, None, 1, -0.0676)
     assert line_of(text, "MNIST ε=1 | datalens") == (

@@ -35,6 +35,7 @@ class Scoring:
     epochs: int
     seeds: int
     classifier: "ClassifierName" = "paper"
+    test: int | None = None  # real images it is tested on: the first so many, or all
     measure: Literal["utility", "quality", "grid"] = "utility"  # accuracy; Inception Score and FID; pictures
 
 
@@ -66,7 +67,8 @@ class Cell:
         """Of its run, where tables share runs: what was asked for decides it."""
         assert self.options is not None
         digest = hashlib.sha256(json.dumps(self.asked, sort_keys=True).encode()).hexdigest()[:10]
-        return f"{self.options['data']}-eps{self.options.get('epsilon', 1.0):g}-{self.options['method']}-{digest}"
+        epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
+        return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +309,8 @@ def _utility(
         synthetic,
         real.images,
         real.labels,
-        test.images,
-        test.labels,
+        test.images[: scoring.test],
+        test.labels[: scoring.test],
         seeds=scoring.seeds,
         epochs=scoring.epochs,
         device=choose_device(device),

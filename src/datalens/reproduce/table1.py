@@ -46,7 +46,7 @@ def note(full: bool) -> str:
 
 
 def scoring(full: bool) -> Scoring:
-    return Scoring(count=10_000, epochs=10, seeds=3) if full else Scoring(count=2_000, epochs=3, seeds=1)
+    return Scoring(count=10_000, epochs=10, seeds=3) if full else Scoring(count=2_000, epochs=3, seeds=1, test=2_000)
 
 
 TABLE = Table(title="Table 1: accuracy on real data", cells=cells, note=note, scoring=scoring, shares_runs=True)

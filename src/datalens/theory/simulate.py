@@ -32,7 +32,7 @@ class Teachers:
         """Weights fall as i^−decay; centres are normal with standard deviation `spread`."""
         rng = np.random.default_rng(seed)
         return cls(
-            weights=np.arange(1, dimensions + 1) ** -decay,
+            weights=np.arange(1, dimensions + 1, dtype=np.float64) ** -decay,
             centres=spread * rng.standard_normal((teachers, dimensions)),
             width=width,
             start=start,
