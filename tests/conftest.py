@@ -1,8 +1,24 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which it must know before it is imported."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_remembered_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measures are kept by content in the user's cache: tests neither read it nor fill it."""
+    here = tmp_path_factory.mktemp("evaluations")
+
+    def folder() -> Path:
+        return here
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datalens.evaluate.cache.folder", folder)
+        yield

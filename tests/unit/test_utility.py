@@ -15,8 +15,17 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 from datalens import cli
 from datalens.errors import DatalensError
-from datalens.evaluate.classifiers import CLASSIFIERS, AugmentedCNN, PaperCNN, augment
-from datalens.evaluate.utility import Scores, Utility, evaluate, train_and_score
+from datalens.evaluate.classifiers import (
+    CLASSIFIERS,
+    MLP,
+    AugmentedCNN,
+    Logistic,
+    PaperCNN,
+    SmallResNet,
+    augment,
+    shift,
+)
+from datalens.evaluate.utility import Scores, Utility, evaluate, per_class, train_and_score
 from datalens.released.synthetic import SyntheticDataset
 
 
@@ -65,14 +74,14 @@ def train(digits: Digits, **changes: Any) -> Scores:
     return train_and_score(**(arguments | changes))
 
 
-@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN])
+@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN, Logistic, MLP, SmallResNet])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (1, 8, 8), (3, 9, 15), (4, 32, 8)])
 def test_network_takes_any_shape_from_8x8(network: type[nn.Module], channels: int, height: int, width: int) -> None:
     net = network(channels=channels, height=height, width=width, classes=7)
     assert net(torch.zeros(2, channels, height, width)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN])
+@pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN, SmallResNet])
 def test_network_refuses_smaller_images(network: type[nn.Module]) -> None:
     with pytest.raises(DatalensError, match="at least 8x8"):
         network(channels=1, height=8, width=7, classes=10)
@@ -148,6 +157,29 @@ def test_the_augmented_classifier_needs_two_images_a_batch(digits: Digits) -> No
     for one in ({"batch": 1}, {"train_images": digits.images[:1], "train_labels": digits.labels[:1]}):
         with pytest.raises(DatalensError, match="at least two images"):
             train(digits, epochs=1, **(few | one))
+
+
+@pytest.mark.parametrize(("classifier", "at_least"), [("logistic", 0.7), ("mlp", 0.85), ("resnet", 0.93)])
+def test_other_models_learn_digits_and_nothing_from_shuffled_labels(
+    digits: Digits, classifier: str, at_least: float
+) -> None:
+    assert train(digits, epochs=4, classifier=classifier).final > at_least
+    shuffled = np.random.default_rng(0).permutation(digits.labels)
+    assert train(digits, epochs=4, train_labels=shuffled, classifier=classifier).final < 0.3
+
+
+def test_a_class_without_test_images_has_no_accuracy() -> None:
+    assert per_class(np.array([[3, 1], [0, 0]])) == (0.75, None)
+
+
+def test_shifts_by_whole_pixels_and_repeats_the_border() -> None:
+    images = dots() + torch.arange(28) / 100  # brighter to the right: what enters from there is as bright
+    moved = shift(images, torch.Generator().manual_seed(0))
+    assert moved.shape == images.shape and moved.dtype == torch.float32
+    found = centres(moved - moved.min() - 1)
+    assert len({tuple(row) for row in found.round().tolist()}) == 25  # two pixels each way
+    assert moved.min() >= images.min() and moved.max() <= images.max()
+    assert torch.equal(shift(dots(8, 8)[:, :, :3, :3], torch.Generator()), dots(8, 8)[:, :, :3, :3])
 
 
 def dots(height: int = 28, width: int = 28, *, count: int = 256, channels: int = 1) -> torch.Tensor:
@@ -239,7 +271,13 @@ def test_utility(digits: Digits) -> None:
         "epochs",
         "synthetic",
         "test",
+        "accuracy_per_class",
+        "confusion",
     ]
+    confusion = np.array(report["confusion"])
+    assert confusion.sum(axis=1).tolist() == (2 * np.bincount(digits.test_labels)).tolist()  # rows: what they are
+    assert np.trace(confusion) / confusion.sum() == pytest.approx(report["accuracy"])
+    assert report["accuracy_per_class"] == pytest.approx(np.diag(confusion) / confusion.sum(axis=1))
     assert report["accuracy"] > 0.8
     assert report["accuracy_real"] > 0.8
     assert report["accuracy_best_epoch"] >= report["accuracy"]

@@ -15,7 +15,7 @@ class DataList:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.datasets import sources
+        from datalens.datasets import sources, weights
 
         rows = []
         for name in sources.names():
@@ -32,7 +32,11 @@ class DataList:
             )
             for row in rows
         ]
-        show({"datasets": rows}, lines, json=self.json)
+        for name, file in weights.WEIGHTS.items():
+            lines.append(
+                f"{name:17} {file.what}" + ("" if weights.cached(name) else f"; get it: datalens data get {name}")
+            )
+        show({"datasets": rows, "weights": list(weights.WEIGHTS)}, lines, json=self.json)
         return 0
 
 
@@ -45,9 +49,9 @@ class DataGet:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.datasets import sources
+        from datalens.datasets import sources, weights
 
-        path = sources.get(self.name)
+        path = weights.get(self.name) if self.name in weights.WEIGHTS else sources.get(self.name)
         show({"name": self.name, "path": str(path)}, [str(path)], json=self.json)
         return 0
 

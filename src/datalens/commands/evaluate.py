@@ -1,4 +1,4 @@
-"""`datalens evaluate`: how useful synthetic images are."""
+"""`datalens evaluate`: how useful, how varied and how faithful synthetic images are."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Literal
 from tyro.conf import Positional
 
 from datalens.commands.common import DataFolder, Json, show, synthetic_of
+from datalens.errors import DatalensError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Train a classifier on synthetic images, test it on real ones. For the owner: the result is not covered by ε."""
+    """Train classifiers on synthetic images, test them on real ones, and more. For the owner: not covered by ε."""
 
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
@@ -19,43 +20,63 @@ class Evaluate:
     """The real data set to test on."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
+    measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
+    """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
     """How many classifiers to train; mean and spread are reported."""
     epochs: int = 10
     """Epochs of each; the last one counts."""
     count: int = 10_000
-    """Synthetic images to train on, when a run is given."""
-    classifier: Literal["paper", "augmented"] = "paper"
+    """Synthetic images, when a run is given."""
+    sizes: tuple[int, ...] = ()
+    """Accuracy for each of these numbers of synthetic images, say 1000 10000 100000; else for all of them."""
+    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "all"], ...] = ("paper",)
     """paper: the paper's. augmented: of its size, with batch norm, on images that are moved and noised a little."""
+    features: Literal["own", "inception", "pixels"] = "own"
+    """Of fid and faithfulness. own: the data set's own classifier. inception: `datalens data get inception`."""
+    splits: int = 10
+    """Of the Inception Score."""
+    real: int = 60_000
+    """Real training images to compare with, and to train the data set's own classifier on, at most."""
+    judge_epochs: int = 15
+    """Epochs of the data set's own classifier."""
+    fresh: bool = False
+    """Measure again what was measured before; else it comes from the cache."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
 
     def __call__(self) -> int:
         from datalens.datasets import formats
-        from datalens.evaluate import utility
+        from datalens.evaluate import measures
+        from datalens.evaluate.classifiers import UTILITY
         from datalens.training import choose_device
 
+        names = tuple(measures.KEYS) if "all" in self.measures else tuple(dict.fromkeys(self.measures))
+        classifiers = UTILITY if "all" in self.classifier else tuple(dict.fromkeys(self.classifier))
+        device = choose_device(self.device)
+        if min(self.sizes, default=1) < 1:
+            raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
+        needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
         test = formats.load(self.data, "test", folder=self.data_folder)
-        dataset = synthetic_of(self.synthetic, self.count)
-        real = formats.load_some(self.data, most=len(dataset.images), folder=self.data_folder)
-        result = utility.evaluate(
-            dataset,
-            real.images,
-            real.labels,
-            test.images,
-            test.labels,
+        dataset = synthetic_of(self.synthetic, needed)
+        settings = measures.Settings(
+            data=self.data,
+            data_folder=None if self.data_folder is None else str(self.data_folder),
+            sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
+            classifiers=classifiers,  # type: ignore[arg-type]
             seeds=self.seeds,
             epochs=self.epochs,
-            device=choose_device(self.device),
-            classifier=self.classifier,
-        ).as_dict()
-        lines = [
-            f"accuracy {result['accuracy']:.4f} ± {result['accuracy_std']:.4f} on {result['test']} real test images "
-            f"({result['classifier']}, {result['synthetic']} synthetic images, final of {result['epochs']} epochs, "
-            f"{result['seeds']} seeds)",
-            f"the same classifier on as many real images: {result['accuracy_real']:.4f}",
-            f"best epoch, chosen on the test set, only to compare with papers: {result['accuracy_best_epoch']:.4f}",
-            "measured on real data: for the owner, not covered by ε",
-        ]
-        show(result, lines, json=self.json)
+            features=self.features,
+            splits=self.splits,
+            real=self.real,
+            judge_epochs=self.judge_epochs,
+        )
+        bench = measures.Bench(dataset, test, settings, device=device, fresh=self.fresh)
+        results = {}
+        for name in names:
+            results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]
+            if measures.is_run(self.synthetic):  # each as soon as it is there
+                measures.record(self.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
+        fields = {"note": measures.NOTE, **results.get("utility", {}), **results}
+        show(fields, measures.lines(results, dataset.classes), json=self.json)
         return 0

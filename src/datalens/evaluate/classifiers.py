@@ -2,10 +2,14 @@
 
 `paper` is the paper's. `augmented` is of its size, but trained as one would train it today, and on images that are
 moved a little: synthetic images lack variety, and what shifts, turns, scales and noise add of it is public knowledge.
+`logistic`, `mlp` and `resnet` see whether the images teach other models too. `judge` is trained on real images, to
+judge synthetic ones by (see judge.py).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,9 +20,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from datalens.errors import DatalensError
 
-ClassifierName = Literal["paper", "augmented"]
+ClassifierName = Literal["paper", "augmented", "logistic", "mlp", "resnet", "judge"]
+UTILITY: tuple[ClassifierName, ...] = ("paper", "augmented", "logistic", "mlp", "resnet")
 
-# Of `augmented`; the same for every data set.
+# Of `augmented` (the rates are also of those below); the same for every data set.
 _RATE, _WEIGHT_DECAY, _WARM_UP = 2e-3, 1e-2, 0.1
 _SHIFT = 2 / 28  # of the side
 _TURN = 0.15  # radians
@@ -73,6 +78,84 @@ class AugmentedCNN(nn.Module):
         return self.layers(images)
 
 
+class Logistic(nn.Module):
+    """Logistic regression on pixels."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.layers(images)
+
+
+class MLP(nn.Module):
+    """Two dense layers that know nothing of neighbouring pixels."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            *(nn.Linear(channels * height * width, 512), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Linear(512, 256), nn.ReLU(), nn.Dropout(0.2)),
+            nn.Linear(256, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.layers(images)
+
+
+class _Residual(nn.Module):
+    """Two convolutions around which the input passes, at half the side and twice the width (He et al. 2016)."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.around = nn.Sequential(nn.Conv2d(channels, out, 1, stride=2, bias=False), nn.BatchNorm2d(out))
+        self.through = nn.Sequential(
+            *(nn.Conv2d(channels, out, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()),
+            *(nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.around(x) + self.through(x))
+
+
+class SmallResNet(nn.Module):
+    """A stem and residual blocks until a side is about seven pixels: two for 28x28 and 32x32, three for 64x64."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        _check_size(height, width)
+        blocks = max(1, round(math.log2(min(height, width) / 7)))
+        self.features_of_an_image = 32 * 2**blocks
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+            *(_Residual(32 * 2**i, 64 * 2**i) for i in range(blocks)),
+        )
+        self.head = nn.Linear(self.features_of_an_image, classes)
+
+    def features(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, f]: what the last layer sees
+        return self.body(images).mean(dim=(2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.head(self.features(images))
+
+
+def shift(images: Tensor, random: torch.Generator) -> Tensor:
+    """Each image moved by whole pixels, up to a fourteenth of the side; what enters repeats the border."""
+    count, _, height, width = images.shape
+    most = round(_SHIFT * min(height, width))
+    if not most:
+        return images
+    padded = F.pad(images, (most, most, most, most), mode="replicate")
+    down, across = torch.randint(2 * most + 1, (2, count, 1), generator=random, device=images.device)
+    rows = down + torch.arange(height, device=images.device)  # [b, h]
+    columns = across + torch.arange(width, device=images.device)  # [b, w]
+    which = torch.arange(count, device=images.device).view(-1, 1, 1)
+    moved = padded.permute(0, 2, 3, 1)[which, rows.unsqueeze(2), columns.unsqueeze(1)]  # [b, h, w, c]
+    return moved.permute(0, 3, 1, 2)  # channels_last already
+
+
 def augment(images: Tensor, random: torch.Generator) -> Tensor:
     """Each image of [b, c, h, w], values in [-1, 1], shifted, turned, scaled and noised by its own random amounts.
 
@@ -108,15 +191,24 @@ class Classifier:
     whole_batches: bool  # what an epoch leaves over is left out: batch norm takes its statistics from the batch
 
 
+def _as_they_are(images: Tensor, random: torch.Generator) -> Tensor:
+    return images
+
+
 def _adam(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
 
 
-def _adamw(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=_RATE, weight_decay=_WEIGHT_DECAY)
-    at_least = round(2 / _WARM_UP)  # with fewer steps the warm-up would have none
-    return optimizer, OneCycleLR(optimizer, _RATE, total_steps=max(steps, at_least), pct_start=_WARM_UP)
+def _adamw(
+    net: nn.Module, steps: int, *, rate: float = _RATE, warm_up: float = _WARM_UP
+) -> tuple[Optimizer, LRScheduler]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY)
+    at_least = round(2 / warm_up)  # with fewer steps the warm-up would have none
+    return optimizer, OneCycleLR(optimizer, rate, total_steps=max(steps, at_least), pct_start=warm_up)
+
+
+_fast_adamw = partial(_adamw, rate=8e-3, warm_up=0.2)  # means over an image, as a ResNet has them, learn slowly
 
 
 CLASSIFIERS: dict[ClassifierName, Classifier] = {
@@ -124,7 +216,7 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
         description="PaperCNN: conv 3x3 32, conv 3x3 64, FC 64, dropout 0.5",
         network=PaperCNN,
         optimizer=_adam,
-        augment=lambda images, random: images,
+        augment=_as_they_are,
         smoothing=0.0,
         whole_batches=False,
     ),
@@ -135,6 +227,38 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
         optimizer=_adamw,
         augment=augment,
         smoothing=_SMOOTHING,
+        whole_batches=True,
+    ),
+    "logistic": Classifier(
+        description="logistic regression on pixels; AdamW, one cycle",
+        network=Logistic,
+        optimizer=_adamw,
+        augment=_as_they_are,
+        smoothing=0.0,
+        whole_batches=False,
+    ),
+    "mlp": Classifier(
+        description="MLP: FC 512, FC 256, dropout 0.2; AdamW, one cycle",
+        network=MLP,
+        optimizer=_adamw,
+        augment=_as_they_are,
+        smoothing=0.0,
+        whole_batches=False,
+    ),
+    "resnet": Classifier(
+        description="SmallResNet: conv 3x3 32, residual blocks 64, 128, … to about 7x7, batch norm; AdamW, one cycle",
+        network=SmallResNet,
+        optimizer=_fast_adamw,
+        augment=_as_they_are,
+        smoothing=0.0,
+        whole_batches=True,
+    ),
+    "judge": Classifier(
+        description="SmallResNet; AdamW, one cycle; shifts of up to 1/14 of the side on every batch",
+        network=SmallResNet,
+        optimizer=_fast_adamw,
+        augment=shift,
+        smoothing=0.0,
         whole_batches=True,
     ),
 }

@@ -27,9 +27,10 @@ _TEST_BATCH = 250  # on a CPU, larger ones fall out of the cache and run up to t
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Test accuracy after each epoch of one training."""
+    """Test accuracy after each epoch of one training, and what was taken for what after the last."""
 
     per_epoch: tuple[float, ...]
+    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: test images
 
     @property
     def final(self) -> float:
@@ -54,6 +55,8 @@ class Utility:
     epochs: int
     synthetic: int  # images trained on
     test: int  # images tested on
+    accuracy_per_class: tuple[float | None, ...]  # mean over seeds; None: no test image of that class
+    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: test images, added up over the seeds
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,8 +84,8 @@ def evaluate(
     """
     if seeds < 1:
         raise DatalensError(f"at least one seed is needed, not {seeds}")
-    _check_like(synthetic, "real training set", real_train_images, real_train_labels)
-    _check_like(synthetic, "test set", test_images, test_labels)
+    check_like(synthetic, "real training set", real_train_images, real_train_labels)
+    check_like(synthetic, "test set", test_images, test_labels)
 
     def score(images: NDArray[np.uint8], labels: NDArray[np.int64], seed: int, label: str) -> Scores:
         return train_and_score(
@@ -112,6 +115,7 @@ def evaluate(
             real_train_images[subset], real_train_labels[subset], 0, "classifier on real images"
         ).final
     finals = [s.final for s in scores]
+    confusion = np.sum([s.confusion for s in scores], axis=0)
     return Utility(
         accuracy=statistics.fmean(finals),
         accuracy_std=statistics.stdev(finals) if seeds > 1 else 0.0,
@@ -122,7 +126,15 @@ def evaluate(
         epochs=epochs,
         synthetic=len(synthetic.images),
         test=len(test_images),
+        accuracy_per_class=per_class(confusion),
+        confusion=tuple(map(tuple, confusion.tolist())),
     )
+
+
+def per_class(confusion: NDArray[np.int64]) -> tuple[float | None, ...]:
+    """The part of each row that is on the diagonal."""
+    rows = confusion.sum(axis=1)
+    return tuple(float(confusion[i, i] / row) if row else None for i, row in enumerate(rows.tolist()))
 
 
 def train_and_score(
@@ -143,6 +155,36 @@ def train_and_score(
 
     The test set decides nothing. The same seed gives the same scores on the same machine.
     """
+    return train_classifier(
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        classes=classes,
+        epochs=epochs,
+        batch=batch,
+        seed=seed,
+        device=device,
+        progress_label=progress_label,
+        classifier=classifier,
+    )[1]
+
+
+def train_classifier(
+    train_images: NDArray[np.uint8],
+    train_labels: NDArray[np.int64],
+    test_images: NDArray[np.uint8],
+    test_labels: NDArray[np.int64],
+    *,
+    classes: int,
+    epochs: int,
+    batch: int,
+    seed: int,
+    device: torch.device | str,
+    progress_label: str,
+    classifier: ClassifierName,
+) -> tuple[nn.Module, Scores]:
+    """The same, with the network, ready to be used."""
     if epochs < 1 or batch < 1:
         raise DatalensError(f"epochs and batch must be at least 1, not {epochs} and {batch}")
     how = CLASSIFIERS[classifier]
@@ -169,34 +211,36 @@ def train_and_score(
         for _ in range(epochs):
             net.train()
             for chosen in torch.randperm(count, generator=shuffles).to(device).split(batch)[:batches]:
-                shown = how.augment(_normalise(images[chosen]), moves)
+                shown = how.augment(normalise(images[chosen]), moves)
                 loss = F.cross_entropy(net(shown), labels[chosen], label_smoothing=how.smoothing)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 schedule.step()
                 progress.advance(task)
-            per_epoch.append(_accuracy(net, held_images, held_labels))
-    return Scores(per_epoch=tuple(per_epoch))
+            guesses = _guesses(net, held_images)
+            per_epoch.append((guesses == held_labels).double().mean().item())
+    pairs = torch.bincount(held_labels * classes + guesses, minlength=classes**2)
+    confusion = tuple(map(tuple, pairs.view(classes, classes).tolist()))
+    return net, Scores(per_epoch=tuple(per_epoch), confusion=confusion)
 
 
-def _accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+def _guesses(net: nn.Module, images: Tensor) -> Tensor:
     net.eval()
     with torch.inference_mode():
-        guesses = torch.cat([net(_normalise(part)).argmax(dim=1) for part in images.split(_TEST_BATCH)])
-    return (guesses == labels).double().mean().item()
+        return torch.cat([net(normalise(part)).argmax(dim=1) for part in images.split(_TEST_BATCH)])
 
 
 def _on(device: torch.device | str, array: NDArray[Any]) -> Tensor:
     return torch.tensor(array, device=device)
 
 
-def _normalise(images: Tensor) -> Tensor:
+def normalise(images: Tensor) -> Tensor:
     """uint8 [b, h, w, c] to [-1, 1] as [b, c, h, w]: the permutation is channels_last already."""
     return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
-def _check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+def check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
     expected, classes = synthetic.images.shape[1:], len(synthetic.classes)
     if images.dtype != np.uint8 or images.shape[1:] != expected:
         raise DatalensError(

@@ -1,0 +1,92 @@
+"""What was measured once is kept, by a hash of everything it follows from: images, labels, settings, versions.
+
+In $DATALENS_HOME, else in the user's cache. Results, features and classifiers here come from real records without
+noise: folder and files are for the owner's eyes only (modes 0700 and 0600), and no ε covers them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from datalens.datasets import sources
+from datalens.errors import DatalensError
+from datalens.privacy.journal import for_the_owner
+from datalens.runs import load_tensors, save_tensors
+
+
+def folder() -> Path:
+    """Made when it is first needed."""
+    here = sources.folder("evaluations")
+    try:
+        here.mkdir(parents=True, exist_ok=True, mode=0o700)
+        here.chmod(0o700)
+    except OSError as error:
+        raise DatalensError(f"cannot write into {here}: {error.strerror}; set DATALENS_HOME to a folder") from None
+    return here
+
+
+def key(*parts: Any) -> str:
+    """A name for what follows from these: arrays byte for byte, anything else as JSON."""
+    digest = hashlib.sha256()
+    for part in (version("datalens"), torch.__version__, *parts):
+        if isinstance(part, np.ndarray):
+            head, body = f"{part.dtype} {part.shape}", np.ascontiguousarray(part).data
+        else:
+            head, body = json.dumps(part, sort_keys=True), memoryview(b"")
+        digest.update(f"{len(head)}:{head}".encode())
+        digest.update(body)
+    return digest.hexdigest()
+
+
+def remembered(name: str, compute: Callable[[], dict[str, Any]], *, fresh: bool = False) -> dict[str, Any]:
+    """What `compute` returned when it was called under this name before, or else what it returns now."""
+    path = folder() / f"{name}.json"
+    if not fresh:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        except (OSError, ValueError):  # not there, or damaged: measured again
+            pass
+    result = json.loads(json.dumps(compute()))  # the same types, whether remembered or not
+    write_for_the_owner(path, json.dumps(result).encode())
+    return result
+
+
+def remembered_tensors(
+    name: str, compute: Callable[[], dict[str, torch.Tensor]], *, fresh: bool = False
+) -> dict[str, torch.Tensor]:
+    """The same for tensors."""
+    from safetensors import SafetensorError
+
+    path = folder() / f"{name}.safetensors"
+    if path.is_file() and not fresh:
+        try:
+            return load_tensors(path)[0]
+        except (SafetensorError, OSError):  # damaged: computed again
+            pass
+    result = compute()
+    save_tensors(path, result, {})
+    return result
+
+
+def write_for_the_owner(path: Path, content: bytes) -> None:
+    """The whole file or none of it, readable by nobody else."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "wb", opener=for_the_owner) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise DatalensError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,105 @@
+"""The data set's own classifier: trained on real images, it judges synthetic ones.
+
+It is made of records without noise, so it stays in the owner's cache (mode 0600), and what it says is not covered by ε.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datalens.datasets.records import Dataset
+from datalens.errors import DatalensError
+from datalens.evaluate import cache
+from datalens.evaluate.classifiers import CLASSIFIERS, SmallResNet
+from datalens.evaluate.utility import normalise, train_classifier
+from datalens.progress import bar
+
+_BATCH, _SEED = 128, 0
+_LOOK = 250  # images at a time
+STEPS = 1000  # at least: a small set is gone through more often, or its judge would be unsure of everything
+
+# Test accuracy of the classifiers that the paper's Inception Scores come from (DataLens, Appendix A.3).
+PAPER = {"mnist": 0.99, "fashion-mnist": 0.93, "celeba-gender": 0.97}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judge:
+    """A network, and how often it is right about real images it was not trained on."""
+
+    network: SmallResNet
+    accuracy: float
+    data: str
+    images: int  # trained on
+    epochs: int
+    fingerprint: str
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return (
+            f"classifier trained on {self.images} real images of {self.data} for {self.epochs} epochs, "
+            f"test accuracy {self.accuracy:.4f}"
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        """uint8 [b, h, w, c] to [b, f]: what its last layer sees."""
+        return self.network.features(normalise(images.to(self.device)))
+
+    def probabilities(self, images: np.ndarray, label: str) -> Tensor:
+        """[n, classes], float64, on the CPU."""
+        parts = []
+        with torch.inference_mode(), bar(label, len(images)) as (progress, task):
+            for part in batches(images, _LOOK):
+                parts.append(self.network(normalise(part.to(self.device))).double().softmax(dim=1).cpu())
+                progress.advance(task, len(part))
+        return torch.cat(parts)
+
+
+def batches(images: np.ndarray, size: int) -> Iterator[Tensor]:
+    for start in range(0, len(images), size):
+        yield torch.tensor(images[start : start + size])
+
+
+def judge(training: Dataset, test: Dataset, *, epochs: int, device: torch.device | str, fresh: bool = False) -> Judge:
+    """The classifier of these real images: from the cache, or trained now."""
+    if epochs < 1:
+        raise DatalensError(f"--judge-epochs must be at least 1, not {epochs}")
+    epochs = max(epochs, math.ceil(STEPS / max(1, len(training.images) // _BATCH)))
+    schema = training.schema
+    shape = {"channels": schema.channels, "height": schema.height, "width": schema.width}
+    arrays = (training.images, training.labels, test.images, test.labels)
+    settings = {**shape, "epochs": epochs, "batch": _BATCH, "seed": _SEED, "how": CLASSIFIERS["judge"].description}
+    name = cache.key("judge", *arrays, settings)
+
+    def train() -> dict[str, Tensor]:
+        network, scores = train_classifier(
+            *arrays,
+            classes=len(schema.classes),
+            epochs=epochs,
+            batch=_BATCH,
+            seed=_SEED,
+            device=device,
+            progress_label="judge: classifier on real images",
+            classifier="judge",
+        )
+        return {**network.state_dict(), "accuracy": torch.tensor(scores.final, dtype=torch.float64)}
+
+    state = dict(cache.remembered_tensors(f"judge-{name}", train, fresh=fresh))
+    accuracy = state.pop("accuracy").item()
+    network = SmallResNet(**shape, classes=len(schema.classes))
+    network.load_state_dict(state)
+    # torch's stubs do not know memory_format
+    network = network.eval().requires_grad_(False).to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Judge(
+        network=network,
+        accuracy=accuracy,
+        data=schema.name,
+        images=len(training.images),
+        epochs=epochs,
+        fingerprint=name,
+        device=torch.device(device),
+    )

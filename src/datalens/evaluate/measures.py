@@ -1,0 +1,282 @@
+"""All measures of one synthetic set, each kept by what it follows from; and `evaluation.json`, where a run keeps them.
+
+For the owner: computed from real records without noise, not covered by ε. Never part of a release.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from datalens.datasets import formats
+from datalens.datasets.records import Dataset
+from datalens.errors import DatalensError
+from datalens.evaluate import cache, features, judge, utility
+from datalens.evaluate.classifiers import ClassifierName
+from datalens.evaluate.faithfulness import faithfulness
+from datalens.evaluate.fid import fid
+from datalens.evaluate.inception import inception_score
+from datalens.released.synthetic import SyntheticDataset
+
+Measure = Literal["utility", "inception", "fid", "faithfulness"]
+FeatureName = Literal["own", "inception", "pixels"]
+KEYS: dict[Measure, str] = {
+    "utility": "utility",
+    "inception": "inception_score",
+    "fid": "fid",
+    "faithfulness": "faithfulness",
+}
+FILE = "evaluation.json"
+NOTE = "measured on real data: for the owner, not covered by ε"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure. `real`: training images to compare with and to train the judge on, at most."""
+
+    data: str
+    data_folder: str | None = None
+    sizes: tuple[int, ...]
+    classifiers: tuple[ClassifierName, ...] = ("paper",)
+    seeds: int = 3
+    epochs: int = 10
+    features: FeatureName = "own"
+    splits: int = 10
+    real: int = 60_000
+    judge_epochs: int = 15
+
+    def __post_init__(self) -> None:
+        if self.real < 10:
+            raise DatalensError(f"--real must be at least 10, not {self.real}")
+
+
+# Which settings a measure goes by: the others do not make its result another one.
+_USED = {
+    "utility": ("sizes", "classifiers", "seeds", "epochs"),
+    "inception": ("real", "judge_epochs", "splits"),
+    "fid": ("real", "judge_epochs", "features"),
+    "faithfulness": ("real", "judge_epochs", "features"),
+}
+
+
+class Bench:
+    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed."""
+
+    def __init__(
+        self,
+        synthetic: SyntheticDataset,
+        test: Dataset,
+        settings: Settings,
+        *,
+        device: torch.device | str,
+        fresh: bool = False,
+    ) -> None:
+        self.synthetic, self.test, self.settings = synthetic, test, settings
+        self.device, self.fresh = device, fresh
+
+    def measure(self, name: Measure) -> dict[str, Any]:
+        """Date, settings and values."""
+        used = {key: value for key, value in asdict(self.settings).items() if key in _USED[name]}
+        settings = {
+            "data": self.settings.data,
+            **used,
+            "device": str(self.device),
+            "versions": {"datalens": version("datalens"), "torch": torch.__version__},
+        }
+        real = self._few if name == "utility" else self._training
+        arrays = [self.synthetic.images, self.synthetic.labels]
+        arrays += [array for part in (real, self.test) for array in (part.images, part.labels)]
+        key = cache.key(name, *arrays, list(self.synthetic.classes), settings)
+        compute: dict[Measure, Callable[[], dict[str, Any]]] = {
+            "utility": self._utility,
+            "inception": self._inception,
+            "fid": self._fid,
+            "faithfulness": self._faithfulness,
+        }
+
+        def dated() -> dict[str, Any]:
+            utility.check_like(self.synthetic, "real training set", real.images, real.labels)
+            utility.check_like(self.synthetic, "test set", self.test.images, self.test.labels)
+            values = compute[name]()
+            return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "settings": settings, **values}
+
+        return cache.remembered(f"{KEYS[name]}-{key}", dated, fresh=self.fresh)
+
+    @cached_property
+    def _few(self) -> Dataset:
+        """As many training images as synthetic ones at most: what utility compares with."""
+        most = min(max(self.settings.sizes), len(self.synthetic.images))
+        return formats.load_some(self.settings.data, most=most, folder=self.settings.data_folder)
+
+    @cached_property
+    def _training(self) -> Dataset:
+        return formats.load_some(self.settings.data, most=self.settings.real, folder=self.settings.data_folder)
+
+    @cached_property
+    def _judge(self) -> judge.Judge:
+        return judge.judge(
+            self._training, self.test, epochs=self.settings.judge_epochs, device=self.device, fresh=self.fresh
+        )
+
+    @cached_property
+    def _features(self) -> features.Features:
+        if self.settings.features == "own":
+            return features.own(self._judge)
+        if self.settings.features == "inception":
+            return features.inception(self.device)
+        return features.pixels(self._training.schema.dimensions)
+
+    def _utility(self) -> dict[str, Any]:
+        """The first classifier's at the largest size; all of them under `all` where there are several."""
+        found = []
+        for name in self.settings.classifiers:
+            for size in sorted(self.settings.sizes, reverse=True):
+                score = utility.evaluate(
+                    part_of(self.synthetic, size),
+                    self._few.images,
+                    self._few.labels,
+                    self.test.images,
+                    self.test.labels,
+                    seeds=self.settings.seeds,
+                    epochs=self.settings.epochs,
+                    device=self.device,
+                    classifier=name,
+                )
+                found.append({"name": name, **score.as_dict()})
+        return found[0] | ({"all": found} if len(found) > 1 else {})
+
+    def _inception(self) -> dict[str, Any]:
+        return inception_score(self.synthetic, self.test.images, self._judge, splits=self.settings.splits).as_dict()
+
+    def _fid(self) -> dict[str, Any]:
+        return fid(
+            self.synthetic.images,
+            self._training.images,
+            self._features,
+            held_out=self.test.images,
+            fresh=self.fresh,
+        ).as_dict()
+
+    def _faithfulness(self) -> dict[str, Any]:
+        training = (self._training.images, self._training.labels)
+        held_out = (self.test.images, self.test.labels)
+        return faithfulness(self.synthetic, training, held_out, self._features, device=self.device).as_dict()
+
+
+def part_of(synthetic: SyntheticDataset, size: int) -> SyntheticDataset:
+    """So many of the images, drawn at random; all of them in their order if that is what is asked for."""
+    count = len(synthetic.images)
+    if size > count:
+        raise DatalensError(f"--sizes {size} is more than the {count} synthetic images there are")
+    if size == count:
+        return synthetic
+    drawn = np.random.default_rng(0).choice(count, size, replace=False)
+    return replace(synthetic, images=synthetic.images[drawn], labels=synthetic.labels[drawn])
+
+
+# --- evaluation.json ------------------------------------------------------------------------------------------------
+
+
+def is_run(path: Path) -> bool:
+    """The run itself, not its release: results must not come to lie in what is handed on."""
+    return (path / "config.json").is_file() and (path / "ledger.jsonl").is_file()
+
+
+def record(run: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Put results beside what was measured before, on the private side of a run."""
+    content = {**read(run), "note": NOTE, **results}
+    cache.write_for_the_owner(run / FILE, json.dumps(content).encode())
+
+
+def read(run: Path) -> dict[str, Any]:
+    """What was measured so far; nothing, where nothing was or the file is damaged."""
+    try:
+        found = json.loads((run / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def lines(results: dict[str, dict[str, Any]], classes: Sequence[str]) -> list[str]:
+    said = []
+    for key, found in results.items():
+        said += _utility_lines(found, classes) if key == "utility" else _LINES[key](found)
+    return [*said, NOTE]
+
+
+def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
+    said = [
+        f"accuracy {found['accuracy']:.4f} ± {found['accuracy_std']:.4f} on {found['test']} real test images "
+        f"({found['classifier']}, {found['synthetic']} synthetic images, final of {found['epochs']} epochs, "
+        f"{found['seeds']} seeds)",
+        f"the same classifier on as many real images: {found['accuracy_real']:.4f}",
+        f"best epoch, chosen on the test set, only to compare with papers: {found['accuracy_best_epoch']:.4f}",
+        "accuracy by class: "
+        + ", ".join(
+            f"{name} {'—' if accuracy is None else format(accuracy, '.3f')}"
+            for name, accuracy in zip(classes, found["accuracy_per_class"], strict=True)
+        ),
+    ]
+    for other in found.get("all", ()):
+        said.append(
+            f"{other['name']:9} {other['synthetic']:6} synthetic images: {other['accuracy']:.4f} ± "
+            f"{other['accuracy_std']:.4f}, as many real ones: {other['accuracy_real']:.4f}"
+        )
+    return said
+
+
+def _inception_lines(found: dict[str, Any]) -> list[str]:
+    said = [
+        f"Inception Score {found['score']:.3f} ± {found['score_std']:.3f} ({found['synthetic']} images, "
+        f"{found['splits']} splits); real images score {found['score_real']:.3f} ± {found['score_real_std']:.3f}",
+        f"judged by a {found['judge']}",
+        f"the judge agrees with the label of {found['label_agreement']:.1%} of the synthetic images",
+    ]
+    paper = found["judge_accuracy_paper"]
+    if paper is not None and found["judge_accuracy"] < paper:
+        said.append(f"the paper's judge had a test accuracy of {paper:.0%}: more --judge-epochs, or --real, may help")
+    return said
+
+
+def _fid_lines(found: dict[str, Any]) -> list[str]:
+    said = [
+        f"FID {found['fid']:.3f} ({found['synthetic']} synthetic against {found['real']} real images); "
+        f"{found['held_out']} held-out real images: {found['fid_real']:.3f}",
+        f"in these features: {found['features']}",
+    ]
+    if not found["enough"]:
+        said.append("there are fewer images than features: this FID is mostly bias, ask for more with --count")
+    return said
+
+
+def _faithfulness_lines(found: dict[str, Any]) -> list[str]:
+    near, balance, real = found["nearness"], found["balance"], found["overlap_real"]
+    four = ("precision", "recall", "density", "coverage")
+    missing = f"; no image of {', '.join(balance['missing'])}" if balance["missing"] else ""
+    return [
+        ", ".join(f"{name} {found[name]:.3f} (held-out real images: {real[name]:.3f})" for name in four),
+        f"in these features: {found['features']}",
+        f"distance to training images is {near['ratio']:.4f} (95 %: {near['interval'][0]:.4f} to "
+        f"{near['interval'][1]:.4f}) of that to as many held-out images; by chance: {near['chance'][0]:.4f} to "
+        f"{near['chance'][1]:.4f}; copies of training images: {near['copies']}, of held-out ones: "
+        f"{near['copies_of_held_out']}",
+        "A LEAK: synthetic images are too near to training images" if near["leak"] else "no leak is seen by distance",
+        f"class balance: {balance['distance']:.1%} of the images would have to change class{missing}",
+    ]
+
+
+_LINES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "inception_score": _inception_lines,
+    "fid": _fid_lines,
+    "faithfulness": _faithfulness_lines,
+}
