@@ -80,9 +80,9 @@ def note(full: bool) -> str:
     )
     score = scoring(full)
     return (
-        f"Accuracy on the real test images of the `augmented` classifier, trained on {score.count} synthetic images for "
-        f"{score.epochs} epochs; the last one counts. {how} δ = 1e-5. For the owner: measured on real data, not covered "
-        "by ε."
+        f"Accuracy on the real test images of the `augmented` classifier, trained on {score.count} synthetic images "
+        f"for {score.epochs} epochs; the last one counts. {how} δ = 1e-5. For the owner: measured on real data, not "
+        "covered by ε."
     )
 
 
