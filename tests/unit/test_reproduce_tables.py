@@ -194,6 +194,7 @@ def test_a_run_that_was_changed_is_not_believed(
 
 def test_quality_of_a_cell(trainings: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATALENS_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(quality, "STEPS", 60)
     monkeypatch.setitem(quality.PAPER, ("digits", 1), ((1.0,) * 5, (400.0,) * 5))
     monkeypatch.setitem(quality.REAL, "digits", (9.0, 1.0))
     cell = Cell(row="digits ε=1", column="DataLens", paper=1.0, options=DIGITS)

@@ -4,6 +4,7 @@ The scores come from a classifier trained on the real set; distances from Incept
 from that classifier's where Inception-v3 is not at hand, and then they are not comparable with the paper's.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ PAPER: dict[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 REAL = {"MNIST": (9.86, 1.04), "Fashion-MNIST": (9.01, 1.54), "CelebA-Gender": (1.88, 2.38)}
 QUICK = (("MNIST", 1),)
-JUDGED_BY = 20_000  # real images that the classifier of a quick look learns from
+# Of the classifier of a quick look: real images it learns from, its steps, and test images it is tested on.
+JUDGED_BY, STEPS, TESTED = 20_000, 300, 2_000
 
 
 def cells(full: bool) -> list[Cell]:
@@ -68,8 +70,10 @@ def score(
     assert cell.options is not None
     data, place, quick = cell.options["data"], choose_device(device), scoring.count < 10_000
     test = formats.load(data, "test", folder=data_folder)
+    if quick:
+        test = dataclasses.replace(test, images=test.images[:TESTED], labels=test.labels[:TESTED])
     training = formats.load_some(data, most=JUDGED_BY if quick else 200_000, folder=data_folder)
-    learned = judge(training, test, epochs=scoring.epochs, device=place)
+    learned = judge(training, test, epochs=scoring.epochs, device=place, least=STEPS if quick else None)
     count = min(scoring.count, len(training.images), len(test.images))
     scored = inception_score(synthetic, test.images[: scoring.count], learned)
     features = _features(learned, quick=quick)
