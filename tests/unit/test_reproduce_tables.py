@@ -218,6 +218,17 @@ def test_quality_of_a_cell(trainings: list[Path], tmp_path: Path, monkeypatch: p
     assert len(trainings) == 1 and again["rows"] == rows[:2]  # the same cells
 
 
+def test_faces_are_on_no_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+
+    shown: list[str] = []
+    monkeypatch.setattr(plt, "imread", lambda path: shown.append(Path(path).name) or np.zeros((4, 4)))
+    facts = {"column": "DataLens", "delta": 1e-5, "relation": "add-remove", "accountant": "exact"}
+    rows = [{"row": row, "picture": f"{row}.png", **facts} for row in ("MNIST ε=1", "CelebA-Gender ε=1")]
+    figure4.plot(rows, "Figure 4", tmp_path / "sheet.png")
+    assert shown == ["MNIST ε=1.png"]
+
+
 def test_everything_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Path | None]] = []
 

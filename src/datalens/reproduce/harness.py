@@ -181,13 +181,19 @@ def reproduce(
                 data_folder=folder_of,
                 accuracy_real=_ceiling(results, data),
             )
-            if "picture" in result:
-                write_atomically(path.with_suffix(".png"), result.pop("picture"))
-            write_atomically(path, json.dumps(result, indent=1).encode())
+            keep(path, result)
         results[cell.name] = json.loads(path.read_text(encoding="utf-8"))
         if path.with_suffix(".png").exists():
             results[cell.name]["picture"] = str(path.with_suffix(".png"))
     return write(name, table, cells, results, folder, full=full)
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """A finished cell as JSON, and its picture beside it, where it has one."""
+    if "picture" in result:
+        write_atomically(path.with_suffix(".png"), result["picture"])
+    facts = {name: value for name, value in result.items() if name != "picture"}
+    write_atomically(path, json.dumps(facts, indent=1).encode())
 
 
 def _ceiling(results: dict[str, dict[str, Any]], data: str) -> float | None:

@@ -31,7 +31,7 @@ PAPER: dict[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = {
 REAL = {"MNIST": (9.86, 1.04), "Fashion-MNIST": (9.01, 1.54), "CelebA-Gender": (1.88, 2.38)}
 QUICK = (("MNIST", 1),)
 # Of the classifier of a quick look: real images it learns from, its steps, and test images it is tested on.
-JUDGED_BY, STEPS, TESTED = 20_000, 300, 2_000
+JUDGED_BY, STEPS, TESTED = 10_000, 150, 2_000
 
 
 def cells(full: bool) -> list[Cell]:

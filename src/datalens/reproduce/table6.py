@@ -57,8 +57,8 @@ def _write(rows: list[dict[str, Any]], folder: Path, *, full: bool) -> dict[str,
     lines = [
         f"# {TITLE} ({'full' if full else 'quick'})",
         "",
-        f"{rows[0]['teachers']} teachers, batch 15, two teacher steps an epoch, with student, ledger and journal. The paper's figures "
-        "are from a Tesla T4; ours are from the machine named in the row.",
+        f"{rows[0]['teachers']} teachers, batch 15, two teacher steps an epoch, with student, ledger and journal. "
+        "The paper's figures are from a Tesla T4; ours are from the machine named in the row.",
     ]
     if not full:
         lines.append("**Quick: few small teachers over 784 cosines. Use --full on a GPU for the paper's 4000.**")
