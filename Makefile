@@ -5,14 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow faults mutation check clean
+.PHONY: help demo test test-slow browser faults mutation check pythons clean
 help:
 	@echo "make demo       train on MNIST at epsilon 1, sample, evaluate, verify"
 	@echo "make test       all checks and all fast tests"
 	@echo "make test-slow  tests that take minutes or need the network"
+	@echo "make browser    the report in a real Chromium, which must be installed"
 	@echo "make faults     200 injected faults: crashes, full disks, second writers"
 	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
 	@echo "make check      ruff, mypy, import contracts"
+	@echo "make pythons    the wheel, installed and tried on every Python from 3.11 to 3.13 that is at hand"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -28,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/datalens verify $(DEMO)
 	$(BIN)/datalens sample $(DEMO) --count 10000 --out $(DEMO)/synthetic.npz
 	$(BIN)/datalens evaluate $(DEMO)/synthetic.npz --data mnist --classifier augmented --seeds 1 --epochs 8
-	@echo "The pictures: $(DEMO)/release/samples.png"
+	@echo "The page to read, and to hand on: $(DEMO)/release/report.html"
 	@echo "The synthetic data set, with its certificate inside: $(DEMO)/synthetic.npz"
 
 check: $(STAMP)
@@ -45,11 +47,18 @@ test: check
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
+browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	DATALENS_BROWSER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
+
 faults: $(STAMP)
 	$(BIN)/python tests/e2e/faults.py --faults 200
 
 mutation: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py
+
+pythons: $(STAMP)
+	$(BIN)/python tools/pythons.py
 
 clean:
 	rm -rf $(VENV) runs build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -38,6 +38,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
     "bounded/outer.py": ("unit/test_outer.py", "unit/test_record_moments.py", "unit/test_survivors.py"),
     "bounded/topk_sign.py": ("unit/test_topk_sign.py", "unit/test_contributions.py", "unit/test_survivors.py"),
+    "bounded/third_party.py": ("unit/test_third_party.py",),
     "bounded/kernels.py": (
         "unit/test_kernels.py::test_votes_are_bit_for_bit_those_of_the_torch_code",
         *("unit/test_kernels.py::test_the_sum_of_votes_enforces_the_bound", "unit/test_survivors.py"),
@@ -46,8 +47,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
     "privacy/mechanisms.py": (
         *("unit/test_mechanisms.py", "unit/test_exact_noise.py", "unit/test_ledger.py", "statistical/test_noise.py"),
-        *("statistical/test_discrete_noise.py", "unit/test_survivors.py"),
+        *("statistical/test_discrete_noise.py", "unit/test_survivors.py", "unit/test_third_party.py"),
     ),
+    "privacy/budget.py": ("unit/test_data_budget.py",),
     "privacy/noise.py": (
         *("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
         "unit/test_survivors.py",

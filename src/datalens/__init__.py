@@ -1,5 +1,13 @@
 """Private images in, synthetic images out, with a differential-privacy certificate.
 
+from datalens import DataLens
+
+model = DataLens(epsilon=1.0, delta=1e-5, nominal_size=60_000).fit(images, labels)
+synthetic = model.sample(10_000)
+model.save("release/")
+
+What the command line does, from Python:
+
 from pathlib import Path
 from datalens import TrainOptions, check_release, sample, train
 
@@ -9,20 +17,51 @@ assert not check_release(Path("runs/a/release")).problems
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time see below
+    from datalens.config import TrainOptions
+    from datalens.datasets.schema import Schema
+    from datalens.errors import BudgetExceeded, DatalensError
+    from datalens.estimator import DataLens
+    from datalens.methods.dpsgd import make_private
+    from datalens.privacy.ledger import Budget, Ledger
+    from datalens.released.certificate import check_release
+    from datalens.released.release import sample
+    from datalens.released.synthetic import SyntheticDataset
+    from datalens.training import train
+    from datalens.voting import topagg
 
 _HOMES = {
+    "Budget": "datalens.privacy.ledger",
     "BudgetExceeded": "datalens.errors",
+    "DataLens": "datalens.estimator",
     "DatalensError": "datalens.errors",
+    "Ledger": "datalens.privacy.ledger",
     "Schema": "datalens.datasets.schema",
     "SyntheticDataset": "datalens.released.synthetic",
     "TrainOptions": "datalens.config",
     "check_release": "datalens.released.certificate",
     "make_private": "datalens.methods.dpsgd",
     "sample": "datalens.released.release",
+    "topagg": "datalens.voting",
     "train": "datalens.training",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Budget",
+    "BudgetExceeded",
+    "DataLens",
+    "DatalensError",
+    "Ledger",
+    "Schema",
+    "SyntheticDataset",
+    "TrainOptions",
+    "check_release",
+    "make_private",
+    "sample",
+    "topagg",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,3 +69,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'datalens' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -2,8 +2,7 @@
 
 import os
 import sys
-from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 from tyro.conf import subcommand
@@ -11,10 +10,14 @@ from tyro.conf import subcommand
 from datalens.commands import train
 from datalens.commands.account import Account
 from datalens.commands.audit import AuditCommand
+from datalens.commands.budget import DataBudgetCommand
 from datalens.commands.common import EXIT_INTERRUPTED
+from datalens.commands.compare import Compare
 from datalens.commands.data import DataCommand
 from datalens.commands.evaluate import Evaluate
+from datalens.commands.inspect import Inspect
 from datalens.commands.plan import Plan
+from datalens.commands.report import Report
 from datalens.commands.reproduce import Reproduce
 from datalens.commands.sample import Sample
 from datalens.commands.sgd import Sgd
@@ -24,38 +27,44 @@ from datalens.errors import DatalensError, SaidElsewhere
 
 Command = (
     Annotated[TrainOptions, subcommand("train")]
+    | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Sgd, subcommand("sgd")]
     | Annotated[Sample, subcommand("sample")]
     | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Account, subcommand("account")]
     | Annotated[Verify, subcommand("verify")]
+    | Annotated[DataBudgetCommand, subcommand("budget")]
     | Annotated[AuditCommand, subcommand("audit")]
+    | Annotated[Report, subcommand("report")]
+    | Annotated[Compare, subcommand("compare")]
     | Annotated[DataCommand, subcommand("data")]
     | Annotated[Reproduce, subcommand("reproduce")]
 )
 
 
+DESCRIPTION = "Private images in, synthetic images out, with a differential-privacy certificate."
+SHELLS = ("bash", "zsh", "tcsh")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script. Errors a person can act on are one line on stderr; the exit code says which kind."""
-    if (arguments or sys.argv[1:])[:1] == ["--version"]:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--version"]:
+        from importlib.metadata import version  # slow to import, and seldom asked
+
         sys.stdout.write(f"datalens {version('datalens')}\n")
         return
-    command = tyro.cli(
-        Command,
-        prog="datalens",
-        description="Private images in, synthetic images out, with a differential-privacy certificate.",
-        args=arguments,
-        config=(
-            tyro.conf.OmitSubcommandPrefixes,
-            tyro.conf.OmitArgPrefixes,
-            tyro.conf.FlagCreatePairsOff,
-            tyro.conf.PositionalMetavarFromFieldName,
-        ),
-    )
-    given = {word[2:].split("=")[0].replace("-", "_") for word in arguments or sys.argv[1:] if word.startswith("--")}
+    if arguments in ([], ["-h"], ["--help"]):
+        (sys.stdout if arguments else sys.stderr).write(_help())
+        sys.exit(0 if arguments else 2)
+    if arguments[:1] == ["--completion"]:
+        if arguments[1:2] not in ([shell] for shell in SHELLS):
+            _fail(f"say for which shell: --completion {', '.join(SHELLS)}", 2)
+        arguments = ["--tyro-print-completion", arguments[1]]
+    given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
     try:
-        sys.exit(_run(command, given))
+        sys.exit(_run(_parse(arguments), given))
     except SaidElsewhere as error:
         sys.exit(error.exit_code)
     except DatalensError as error:
@@ -71,6 +80,35 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own on a CPU
             raise
         _fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
+
+
+def _commands() -> dict[str, Any]:
+    return {verb.__metadata__[0].name: verb.__origin__ for verb in get_args(Command)}
+
+
+def _parse(arguments: list[str]) -> Any:
+    """A parser for the one verb that was named: for all of them it takes half a second to build."""
+    asked: dict[str, Any] = {"f": Command, "prog": "datalens", "description": DESCRIPTION, "args": arguments}
+    if arguments[0] in _commands():
+        asked = {"f": _commands()[arguments[0]], "prog": f"datalens {arguments[0]}", "args": arguments[1:]}
+    config = (
+        tyro.conf.OmitSubcommandPrefixes,
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.PositionalMetavarFromFieldName,
+    )
+    return tyro.cli(config=config, **asked)
+
+
+def _help() -> str:
+    """Every verb with the first paragraph of its docstring; no parser is built for it."""
+    first = {name: " ".join(kind.__doc__.split("\n\n")[0].split()) for name, kind in _commands().items()}
+    verbs = "\n".join(f"  {name:10} {said}" for name, said in first.items())
+    return (
+        f"usage: datalens COMMAND [OPTIONS]\n\n{DESCRIPTION}\n\n{verbs}\n\n"
+        f"`datalens COMMAND --help` shows its options; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}`"
+        " prints a script that completes words.\n"
+    )
 
 
 def _fail(message: str, code: int) -> None:

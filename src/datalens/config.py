@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,15 +13,56 @@ from datalens.errors import DatalensError
 
 if TYPE_CHECKING:
     from datalens.peers.settings import PeerSettings
+    from datalens.plugins import Compressor
 
 MethodName = Literal[
     "datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan", "pategan", "gpate"
 ]
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+COMPRESSORS: tuple[CompressName, ...] = get_args(CompressName)
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 WarmStart = Literal["moments", "off"]
+
+# How the user's own data is read: the same options for several commands (`datasets.own.Reading`).
+Label = Annotated[
+    str | None,
+    arg(
+        metavar="COLUMN",
+        help_behavior_hint="",
+        help="Own data: the column of labels (default: label, if there; in a folder of images the folders are the "
+        "classes). none: no labels, one class called all.",
+    ),
+]
+Classes = Annotated[
+    str | None,
+    arg(
+        metavar="A,B,…|FILE",
+        help_behavior_hint="",
+        help="Own data: the classes, declared public, or a file with one a line. Left out, they are read off the data, "
+        "and the certificate says so.",
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    arg(
+        metavar="SIZE",
+        help_behavior_hint="",
+        help="Own data: 32, or HEIGHTxWIDTH, 8 to 128. The largest centred part of that shape is cut out and resized. "
+        "Left out, all images must have one size.",
+    ),
+]
+Grayscale = Annotated[bool, arg(help="Own data: colour images are made grey.")]
+RecordId = Annotated[
+    str | None,
+    arg(
+        metavar="COLUMN",
+        help_behavior_hint="",
+        help="Own data: whose image it is. Then a person, with all of their images, is what is protected, and what "
+        "--nominal-size counts. In a folder of images: prefix (file names up to the first _) or folder.",
+    ),
+]
 
 _FROM_PRESET = "(default: from the preset)"
 _WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
@@ -36,15 +78,21 @@ class TrainOptions:
     allows; give --steps, and the noise is calibrated to them.
     """
 
-    data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
-    """A named data set (see `datalens data list`) or an .npz file with arrays `images`, `labels` and `classes`."""
+    data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="(required unless --resume)")] = None
+    """A named data set (see `datalens data list`), or your own: a folder of images (class/xxx.png), .parquet, .csv,
+    .npz or idx (docs/data.md)."""
     data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Where a named data set lies that cannot be downloaded, such as celeba-gender."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file or folder: about how many records it has, declared public (the true count is private)."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
-    method: MethodName = "datalens"
+    method: MethodName | str = "datalens"
     """datalens: our default. datalens-paper: Algorithm 1 with the paper's settings and accountant. The others are the
     systems it is compared with (docs/methods.md)."""
     epsilon: float = 1.0
@@ -59,6 +107,8 @@ class TrainOptions:
     off: teachers vote (TopAgg)."""
     seed: int = 0
     """Of training randomness only. Privacy noise comes from the operating system."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The data set's own budget, over all runs on it (see `datalens budget`): this run is set aside in it first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
@@ -101,8 +151,11 @@ class TrainOptions:
     """Coordinates in which teachers vote."""
     basis_size: _WholeNumber = None
     """How many low-frequency coordinates (dct only)."""
-    compress: Annotated[CompressName | None, _CHOICE] = None
-    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD."""
+    compress: Annotated[CompressName | str | None, _CHOICE] = None
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD. Or
+    one that another package brings (docs/extending.md)."""
+    mechanism: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """A mechanism that another package brings, in the place of ours: it is inside the gate, and not checked by us."""
     levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
     """klevel: how many levels a coordinate is rounded to, 2 to 128."""
     sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
@@ -141,13 +194,15 @@ class TrainOptions:
     """gpate: the part of the teachers that must seem to agree, or there is no answer."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
+    tensorboard: bool = False
+    """Log scalars and pictures for TensorBoard into the run folder (private: not covered by ε)."""
     json: Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")] = False
 
 
 # Options that mean something to some methods only.
 OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
-    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns"),
+    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns", "mechanism"),
 )
 MOMENT_OVERRIDES = (
     *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
@@ -175,7 +230,7 @@ class Settings:
     teacher_steps_first: int
     basis: Literal["pixel", "dct"]
     basis_size: int
-    compress: CompressName
+    compress: str  # a CompressName, or a plug-in's
     k: int
     clip: float
     sigma: float
@@ -193,15 +248,22 @@ class Settings:
     levels: int = 0  # of klevel; 0 elsewhere
     sketch_rows: int = 0  # of sketch
     sketch_columns: int = 0
+    mechanism: str = ""  # a plug-in's name
+    plugins: str = ""  # what of this is code of other packages, and which
 
     def as_dict(self) -> dict[str, Any]:
         """Without what belongs to another compressor: so older certificates have it too."""
         fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if name not in OF_A_COMPRESSOR or value != 0}
+        left_out = {**dict.fromkeys(OF_A_COMPRESSOR, 0), "mechanism": "", "plugins": ""}
+        return {name: value for name, value in fields.items() if value != left_out.get(name)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Settings":
         settings = checked(cls, fields, zero=tuple(OF_A_COMPRESSOR))
+        if settings.compress not in COMPRESSORS:
+            settings._plugin()  # or what there is
+        if bool(settings.plugins) != (settings.compress not in COMPRESSORS or settings.mechanism != ""):
+            raise DatalensError("the settings must name the plug-ins they use, and no others")
         for name, compress in OF_A_COMPRESSOR.items():
             if (getattr(settings, name) > 0) != (settings.compress == compress):
                 raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
@@ -210,6 +272,9 @@ class Settings:
     @property
     def cells(self) -> int:
         """Numbers that are released about one image."""
+        if self.compress not in COMPRESSORS:
+            cells = self._plugin().cells
+            return self.basis_size if cells is None else cells(self)
         if self.compress == "klevel":
             return 1 << (self.basis_size - 1).bit_length()  # padded for the rotation
         return self.sketch_rows * self.sketch_columns if self.compress == "sketch" else self.basis_size
@@ -217,10 +282,22 @@ class Settings:
     @property
     def l2_bound(self) -> float:
         """How long a teacher's row over a batch can be (see `bounded`); two are at most twice that apart."""
+        if self.compress not in COMPRESSORS:
+            return self._plugin().l2_bound(self)
         if self.compress == "klevel":
             return (self.levels - 1) * math.sqrt(self.cells * self.batch)
         rows = self.sketch_rows if self.compress == "sketch" else 1
         return math.sqrt(rows * self.k * self.batch)
+
+    @property
+    def real_rows(self) -> bool:
+        """Whether sums are of real numbers, which discrete noise does not fit."""
+        return self.compress in REAL_ROWS or (self.compress not in COMPRESSORS and not self._plugin().whole_numbers)
+
+    def _plugin(self) -> "Compressor":
+        from datalens.plugins import compressor
+
+        return compressor(self.compress)[0]
 
 
 OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
@@ -256,9 +333,12 @@ class MomentSettings:
     grid: int  # steps of the grid on which a clipped row lies
     counted: int  # of these, how many a record counts for itself
     texture_steps: int  # gradient steps of an image
+    unit: Literal["record", "person"] = "record"  # whose row is bounded: an image's, or that of all a person's images
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Without the unit where it is the usual one: so older certificates have it."""
+        fields = dataclasses.asdict(self)
+        return fields if self.unit == "person" else {name: value for name, value in fields.items() if name != "unit"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
@@ -285,8 +365,12 @@ class MomentSettings:
         return float(self.grid**2 if release.endswith("covariances") else self.grid)
 
     def diameter(self, release: str) -> float:
-        """How far apart two records' rows can be. Sums can point opposite ways; bins and squares cannot."""
-        return self.l2_bound(release) * (2.0 if release.endswith("sums") else math.sqrt(2.0))
+        """How far apart two units' rows can be. Sums can point opposite ways; bins and squares cannot. A person's sum
+        of squares is truncated, and that moves it by less than one in each of at most 2^20 cells."""
+        bound = self.l2_bound(release)
+        if self.unit == "person" and release.endswith("covariances"):
+            return min(math.sqrt(2.0) * (bound + 2**10) * (1 + 1e-12), 2 * bound)
+        return bound * (2.0 if release.endswith("sums") else math.sqrt(2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +419,10 @@ def parse_settings(fields: dict[str, Any]) -> AnySettings:
     """From JSON, of whichever kind."""
     if isinstance(fields, dict) and fields.get("method") == "dpsgd":
         return SgdSettings.from_dict(fields)
-    from datalens.peers.table import METHODS
+    from datalens.peers.table import is_peer, method_named
 
-    if isinstance(fields, dict) and isinstance(fields.get("method"), str) and fields["method"] in METHODS:
-        return METHODS[fields["method"]].settings.from_dict(fields)
+    if isinstance(fields, dict) and isinstance(fields.get("method"), str) and is_peer(fields["method"]):
+        return method_named(fields["method"]).settings.from_dict(fields)
     kind = MomentSettings if isinstance(fields, dict) and "warm_start" in fields else Settings
     return kind.from_dict(fields)
 
@@ -370,11 +454,16 @@ def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
 
 def options_as_dict(options: TrainOptions) -> dict[str, Any]:
     """What was asked for, as JSON; where it was run and how it was shown is left out."""
+    from datalens.datasets import formats
+
     fields = dataclasses.asdict(options)
-    for name in ("out", "resume", "json", "device", "chunk"):
+    for name in ("out", "resume", "json", "device", "chunk", "tensorboard"):
         fields.pop(name)
-    if fields["data"] is not None and fields["data"].endswith(".npz"):
+    if fields["data"] is not None and formats.is_own(fields["data"]):
         fields["data"] = str(Path(fields["data"]).absolute())  # --resume may be called from elsewhere
-    if fields["data_folder"] is not None:
-        fields["data_folder"] = str(Path(fields["data_folder"]).absolute())
+    for name in ("data_folder", "budget"):
+        if fields[name] is not None:
+            fields[name] = str(Path(fields[name]).absolute())
+    if fields["classes"] is not None and os.path.isfile(fields["classes"]):
+        fields["classes"] = str(Path(fields["classes"]).absolute())
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

@@ -10,7 +10,8 @@ from datalens.basis import Basis
 
 
 class Critic(nn.Module):
-    """Convolutions of stride 2 with the label beside every layer's input, as DC-GAN's generator has it.
+    """Convolutions of stride 2, each with a bias for every label, and at the end a direction for every label beside one
+    for all (a projection discriminator, Miyato and Koyama 2018).
 
     No batch norm: an image's output depends on no other image, which per-example gradients need.
     """
@@ -22,22 +23,24 @@ class Critic(nn.Module):
         widths = [width * 2**i for i in range(layers)]
         self.classes = classes
         self.down = nn.ModuleList(
-            nn.Conv2d(inputs + classes, outputs, kernel, stride=2, padding=kernel // 2)
+            nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2)
             for inputs, outputs in zip([channels, *widths], widths, strict=False)
         )
+        self.label = nn.ModuleList(nn.Linear(classes, outputs, bias=False) for outputs in widths)
         for _ in range(layers):
             height, width_of_image = -(-height // 2), -(-width_of_image // 2)
-        self.dense = nn.Linear(widths[-1] * height * width_of_image + classes, 1)
+        self.dense = nn.Linear(widths[-1] * height * width_of_image, 1 + classes)
 
     def forward(self, images: Tensor, labels: Tensor, taps: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
         """[n, c, h, w] in [0, 1] and [n] → [n]. `taps`: takes what goes into each layer, and what comes out of it."""
         known = torch.arange(self.classes, device=labels.device)
         one_hot = (labels.unsqueeze(1) == known).to(images.dtype)  # F.one_hot looks at values, which vmap refuses
         x = images * 2 - 1
-        for layer in self.down:
-            planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
-            x = F.leaky_relu(_tapped(layer, torch.cat([x, planes], dim=1), taps), 0.2)
-        return _tapped(self.dense, torch.cat([x.flatten(1), one_hot], dim=1), taps).squeeze(1)
+        for layer, label in zip(self.down, self.label, strict=True):
+            x = _tapped(layer, x, taps) + _tapped(label, one_hot, taps)[:, :, None, None]
+            x = F.leaky_relu(x, 0.2)
+        for_all, for_each = _tapped(self.dense, x.flatten(1), taps).split([1, self.classes], dim=1)
+        return for_all.squeeze(1) + (for_each * one_hot).sum(dim=1)
 
 
 def _tapped(layer: nn.Module, inputs: Tensor, taps: list[tuple[Tensor, Tensor]] | None) -> Tensor:
@@ -60,17 +63,22 @@ def example_gradients(
         total = loss(critic(images, labels, taps)).sum()
     backward = torch.autograd.grad(total, [outputs for _, outputs in taps])
     found: dict[str, Tensor] = {}
-    layers = [*((f"down.{i}", layer) for i, layer in enumerate(critic.down)), ("dense", critic.dense)]
+    layers: list[tuple[str, nn.Module]] = []
+    for i, (layer, label) in enumerate(zip(critic.down, critic.label, strict=True)):
+        layers += [(f"down.{i}", layer), (f"label.{i}", label)]
+    layers.append(("dense", critic.dense))
     for (name, layer), (inputs, _), slopes in zip(layers, taps, backward, strict=True):
         inputs = inputs.detach()
         if isinstance(layer, nn.Conv2d):
             patches = _patches(inputs, layer)  # [n, inputs·kernel², places]
             slopes = slopes.flatten(2)  # [n, outputs, places]
-            weight = torch.bmm(slopes, patches.mT).view(len(images), *layer.weight.shape)
-            found |= {f"{name}.weight": weight, f"{name}.bias": slopes.sum(dim=2)}
+            found[f"{name}.weight"] = torch.bmm(slopes, patches.mT).view(len(images), *layer.weight.shape)
+            slopes = slopes.sum(dim=2)
         else:
-            found |= {f"{name}.weight": slopes.unsqueeze(2) * inputs.unsqueeze(1), f"{name}.bias": slopes}
-    return found
+            found[f"{name}.weight"] = slopes.unsqueeze(2) * inputs.unsqueeze(1)
+        if layer.bias is not None:
+            found[f"{name}.bias"] = slopes
+    return {name: found[name] for name, _ in critic.named_parameters()}
 
 
 def _patches(inputs: Tensor, layer: nn.Conv2d) -> Tensor:
@@ -104,5 +112,5 @@ def initialise_critic(critic: nn.Module, random: torch.Generator) -> None:
     for module in critic.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, a=0.2, generator=random)
-            assert module.bias is not None
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

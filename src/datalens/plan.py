@@ -5,10 +5,12 @@ import math
 from typing import Any
 
 from datalens.config import (
+    COMPRESSORS,
     MOMENT_OVERRIDES,
     OF_A_COMPRESSOR,
     OVERRIDES,
     REAL_ROWS,
+    AnySettings,
     MomentSettings,
     NoiseName,
     Settings,
@@ -18,24 +20,48 @@ from datalens.config import (
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
-from datalens.peers.table import METHODS, make_peer_plan
-from datalens.presets import HIDDEN, preset
+from datalens.peers.table import METHODS, is_peer, make_peer_plan, method_named
+from datalens.plugins import compressor, mechanism, named
+from datalens.presets import HIDDEN, PRESETS, preset
 from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
 from datalens.theory.choose import Suggestion, suggest_k
 
+# Methods that can protect a person: shares follow record ids, or rows are of persons. In the others, and in those of
+# others as far as anybody knows, every image has a row of its own.
+BY_PERSON = (*PRESETS, "dcgan", "gswgan", "pategan", "gpate")
+
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, TrainSettings]:
     """Fix the budget and every setting before training, from public facts."""
-    if options.method in METHODS:
+    if schema.by_person:
+        _check_persons(options)
+    if is_peer(options.method):
         budget = _budget(options)
         return budget, make_peer_plan(options, schema, budget)
+    if options.method not in PRESETS:
+        named("methods", options.method, ours=(*PRESETS, *METHODS))  # says what there is
     if starts_from_moments(options):
         budget = _budget(options)
         return budget, _moment_settings(options, schema, budget)
     return topagg_plan(options, schema)
+
+
+def _check_persons(options: TrainOptions) -> None:
+    """What cannot protect a person with all of their images."""
+    if options.method not in BY_PERSON:
+        raise DatalensError(
+            f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
+            "datalens"
+        )
+    teachers = options.method != "dcgan" if options.method in METHODS else not starts_from_moments(options)
+    if teachers and options.relation == "replace-one":
+        raise DatalensError(
+            "--relation replace-one gives teachers their shares by position, which the images of a person do not have "
+            "in common: leave it out, or leave --record-id out"
+        )
 
 
 def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
@@ -49,9 +75,10 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
     check_settings(values, schema)
     if values["compress"] in ("sign", "klevel"):
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
+    values["plugins"] = _plugins(values)
     values["noise"] = _law(options, values)
     draft = Settings(
-        method=options.method,
+        method=options.method,  # type: ignore[arg-type] # one of PRESETS
         preset=name,
         seed=options.seed,
         noise_seeded=options.noise_seed is not None,
@@ -71,8 +98,8 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
 def _budget(options: TrainOptions) -> Budget:
     """And what no plan can be made with."""
     default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
-    if options.method in METHODS:
-        default_accountant = METHODS[options.method].accountant
+    if is_peer(options.method):
+        default_accountant = method_named(options.method).accountant
     budget = Budget(
         epsilon=options.epsilon,
         delta=options.delta,
@@ -154,7 +181,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
         "sums_quantile": 0.9,
-        "covariances_quantile": 0.8,
+        "covariances_quantile": 0.5,
         "texture_steps": 12,
     }
     if heard < HARDLY_ANY:
@@ -172,6 +199,7 @@ def _moment_settings(options: TrainOptions, schema: Schema, budget: Budget) -> M
         bins=48,
         grid=GRID,
         counted=GRID // 2,
+        unit="person" if schema.by_person else "record",
         **values,
     )
     check_moments(settings, schema)
@@ -246,17 +274,39 @@ def suggestion(settings: TrainSettings) -> Suggestion | None:
     return suggest_k(sigma=s.sigma, **facts)
 
 
-def warnings(budget: Budget, schema: Schema) -> list[str]:
-    """What an owner should hear before a run: budgets that promise little."""
+SMALL_SHARE = 5  # records: a teacher that has seen no more knows hardly anything
+
+
+def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None) -> list[str]:
+    """What an owner should hear before a run: budgets that promise little, shares that teach little."""
     found = []
+    teachers = getattr(settings, "teachers", 0)
+    if schema.nominal_size < SMALL_SHARE * teachers:
+        found.append(
+            f"{teachers} teachers have shares of about {schema.nominal_size / teachers:.1f} records each, which is too "
+            f"few to learn from; choose --teachers under {max(1, schema.nominal_size // SMALL_SHARE)}"
+        )
     if budget.delta * schema.nominal_size > 1:
         found.append(
             f"delta {budget.delta:g} is more than 1 / {schema.nominal_size} records: it would cover giving some "
-            "records away whole; choose it well under that"
+            "records away whole; choose --delta well under that"
         )
     if 10 < budget.epsilon < math.inf:
-        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak")
+        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
+    if isinstance(settings, MomentSettings):
+        records = schema.nominal_size / len(schema.classes)
+        heard = 4 * _noise_of_counts(settings, schema, budget)
+        if records < max(heard, 20):  # what `methods.moments` leaves out
+            found.append(
+                f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "
+                "raise --epsilon, bring more records, or make fewer classes of them"
+            )
     return found
+
+
+def _noise_of_counts(settings: MomentSettings, schema: Schema, budget: Budget) -> float:
+    sums = next(part for part in costs(settings, schema, budget) if part["release"] == "sums")
+    return sums["sigma"] / settings.counted
 
 
 def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:
@@ -275,7 +325,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
     for name, owner in OF_A_COMPRESSOR.items():
         if name in asked and compress != owner:
             raise DatalensError(f"--{name.replace('_', '-')} belongs to --compress {owner}: leave it out")
-    if compress in ("klevel", "sketch"):
+    if compress not in ("topk-sign", "sign", "topk"):
         values.pop("sigma", None)  # a printed σ belongs to rows of norm √(k·m)
     if compress == "klevel":
         values["levels"] = LEVELS
@@ -288,10 +338,23 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         values["beta"] = None  # the printed β belongs to the printed σ and N
 
 
+def _plugins(values: dict[str, Any]) -> str:
+    """What of a plan is code of other packages."""
+    found = []
+    if values["compress"] not in COMPRESSORS:
+        found.append(f"the compressor {values['compress']} of {compressor(values['compress'])[1]}")
+    if values.get("mechanism"):
+        found.append(f"the mechanism {values['mechanism']} of {mechanism(values['mechanism'])[1]}")
+    return " and ".join(found)
+
+
 def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
     """Exact whole-number noise wherever it can be had."""
+    real = values["compress"] in REAL_ROWS
+    if values["compress"] not in COMPRESSORS:
+        real = not compressor(values["compress"])[0].whole_numbers
     if options.noise == "discrete-gaussian":
-        if values["compress"] in REAL_ROWS:
+        if real:
             raise DatalensError(
                 f"--compress {values['compress']} sums real numbers, which discrete noise does not fit: leave one out"
             )
@@ -301,7 +364,7 @@ def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
             raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
     if options.noise is not None:
         return options.noise
-    exact = values["compress"] not in REAL_ROWS and options.noise_seed is None and opendp_installed()
+    exact = not real and not values.get("mechanism") and options.noise_seed is None and opendp_installed()
     return "discrete-gaussian" if exact else "gaussian"
 
 

@@ -8,7 +8,9 @@ metrics.jsonl    for the owner: losses and the like are not covered by ε
 checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
                  (teachers are made of records: whoever has them has something of every record)
 journal/         released values since the last checkpoint
-release/         generator, certificate, a copy of the ledger, a picture
+tensorboard/     for the owner: the same for TensorBoard, where it was asked for
+owner.html       for the owner: written by `datalens report`
+release/         generator, certificate, a copy of the ledger, a picture, a page
 """
 
 import contextlib
@@ -23,12 +25,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from datalens import live
+from datalens.board import Board, is_due
 from datalens.config import AnySettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
-from datalens.progress import bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +93,8 @@ class Run:
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
         self._lock = lock
+        self._view: live.View | None = None
+        self._board: Board | None = None
         self.ledger = Ledger.open(path / "ledger.jsonl")
 
     @classmethod
@@ -103,10 +108,12 @@ class Run:
         schema: Schema,
         data_sha256: str,
         launch: str | None = None,
+        data_budget: dict[str, str] | None = None,
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched.
 
-        `launch`: which call of torchrun began it (see `distributed.launch`).
+        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget`: where this run is set
+        aside (see `spending.reserve`).
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +128,7 @@ class Run:
                 "schema": schema.as_dict(),
                 "data_sha256": data_sha256,  # of the records: private, like all of this file
                 "launch": launch,
+                **({} if data_budget is None else {"data_budget": data_budget}),
             }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
             Ledger.create(draft / "ledger.jsonl", budget).close()
@@ -151,8 +159,12 @@ class Run:
             raise
 
     def close(self) -> None:
-        self.ledger.close()
-        self._lock.close()
+        try:
+            if self._board is not None:
+                self._board.close()
+        finally:
+            self.ledger.close()
+            self._lock.close()
 
     def steps(self, count: int, *, student: Stateful, teachers: Spread) -> Iterator[int]:
         """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
@@ -161,12 +173,13 @@ class Run:
         """
         self.completed = start = self._restore(student, teachers)
         written, cost = time.monotonic(), 0.0
-        with self._until_interrupted(), bar("training", count) as (progress, task):
-            progress.update(task, completed=start)
+        with self._until_interrupted(), self.watched("training", count) as view:
+            view.done(start)
             for step in range(start, count):
                 yield step
                 self.completed = step + 1
-                progress.update(task, completed=step + 1)
+                view.done(step + 1)
+                self._draw(step + 1, count, student)
                 due = time.monotonic() - written > max(CHECKPOINT_SECONDS, 20 * cost)
                 if due or self.interrupted or step + 1 == count:
                     began = time.monotonic()
@@ -178,9 +191,33 @@ class Run:
 
     def log(self, step: int, **values: float) -> None:
         """One line for the owner. Private: losses are not covered by ε."""
-        line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(self.ledger.spent()), **values}
+        spent = self.ledger.spent()
+        line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(spent), **values}
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_the_owner) as file:
             file.write(json.dumps(line) + "\n")
+        if self._view is not None:
+            self._view.told(values)
+        if self._board is not None:
+            self._board.scalars(step, {"epsilon_spent": spent, **values})
+
+    @contextlib.contextmanager
+    def watched(self, what: str, total: int) -> "Iterator[live.View]":
+        """With progress, and what is logged, shown on the terminal."""
+        with live.view(what, total, self.ledger) as self._view:
+            yield self._view
+
+    def open_board(self) -> None:
+        """From now on TensorBoard gets what is logged, too."""
+        self._board = Board(self.path)
+
+    def show_release(self, release: Path) -> None:
+        if self._board is not None:
+            self._board.file(self.completed, release / "samples.png")
+
+    def _draw(self, step: int, count: int, student: Stateful) -> None:
+        generator: Any = getattr(student, "generator", getattr(student, "module", None))
+        if self._board is not None and hasattr(generator, "architecture") and is_due(step, count):
+            self._board.generator(step, generator)
 
     def _checkpoint(self, step: int, student: Stateful, teachers: Spread) -> None:
         """Every rank's teachers first; then, in one file, the student, the step and the names: that is what counts.
@@ -331,11 +368,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole file or none of it, also after a crash."""
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """The whole file or none of it, also after a crash. `private`: for the owner's eyes only."""
     draft = path.with_name(path.name + ".tmp")
     try:
-        with open(draft, "wb") as file:
+        with open(draft, "wb", opener=for_the_owner if private else None) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

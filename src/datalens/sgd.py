@@ -5,17 +5,23 @@ is killed loses what it had not saved, and the block: both stay charged.
 """
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from datalens.config import SgdSettings
 from datalens.datasets import formats
+from datalens.datasets.own import Reading
+from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
@@ -23,6 +29,7 @@ from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
+from datalens.spending import check_reserved, check_room, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +65,14 @@ class SgdOptions:
     accountant: AccountantName = "prv"
     nominal_size: int | None = None
     data_folder: Path | None = None
+    label: str | None = None
+    classes: str | None = None
+    image_size: str | None = None
+    grayscale: bool = False
+    record_id: str | None = None
     seed: int = 0
     noise_seed: int | None = None
+    budget: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
 
@@ -68,9 +81,9 @@ class SgdOptions:
         fields = dict(self.__dict__)
         for name in ("out", "device", "resume"):
             fields.pop(name)
-        for name in ("data", "data_folder", "extractor"):
+        for name in ("data", "data_folder", "classes", "extractor", "budget"):
             value = fields[name]
-            fields[name] = str(Path(value).absolute()) if value is not None and Path(value).exists() else value
+            fields[name] = str(Path(value).absolute()) if value is not None and os.path.exists(value) else value
         return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
 
 
@@ -85,12 +98,16 @@ def train(options: SgdOptions) -> dict[str, Any]:
     else:
         settings, schema, budget = plan(options, device)
         check_vacant(options.out)
+        check_room(options.budget, settings, schema, budget)
         for line in warnings(budget, schema):
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
     if options.resume:
+        check_reserved(read_config(options.out))
         run = Run.open(options.out)
     else:
+        if schema.read_off:
+            say(f"{schema.name}: {schema.note} (docs/data.md)")
         run = Run.create(
             options.out,
             options=options.as_dict(),
@@ -98,6 +115,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
             budget=budget,
             schema=schema,
             data_sha256=data.sha256,
+            data_budget=reserve(options.budget, settings, schema, budget),
         )
     try:
         if run.config["data_sha256"] != data.sha256:
@@ -116,7 +134,9 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
 
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    schema = formats.schema(
+        options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+    )
     budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)
@@ -178,8 +198,10 @@ def _as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Bud
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     known = {name: begun[name] for name in default if name in begun}
-    folder = known.pop("data_folder", None)
-    whole = {"epsilon": float(known.pop("epsilon")), "data_folder": None if folder is None else Path(folder), **known}
+    paths = {
+        name: None if (path := known.pop(name, None)) is None else Path(path) for name in ("data_folder", "budget")
+    }
+    whole = {"epsilon": float(known.pop("epsilon")), **paths, **known}
     options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
     budget, _ = read_ledger(options.out / "ledger.jsonl")
     return options, SgdSettings.from_dict(config["settings"]), Schema.from_dict(config["schema"]), budget
@@ -193,6 +215,7 @@ class Data:
     y: "Tensor"
     test: "tuple[Tensor, Tensor] | None"
     sha256: str
+    starts: "Tensor | None" = None  # where each person's records begin, and the end: where persons are the units
 
     @classmethod
     def read(cls, options: SgdOptions, settings: SgdSettings, device: "torch.device") -> "Data":
@@ -200,10 +223,18 @@ class Data:
 
         from datalens.private import features
 
+        starts: list[int] = []
+
         def seen(split: str) -> tuple["Tensor", "Tensor", str]:
             nominal = options.nominal_size if split == "train" else None
-            found = formats.load(str(options.data), split, nominal_size=nominal, folder=options.data_folder)
-            sha256 = hashlib.sha256(found.images.tobytes() + found.labels.tobytes()).hexdigest()
+            reading = Reading.of(options)
+            found = formats.load(
+                str(options.data), split, nominal_size=nominal, folder=options.data_folder, reading=reading
+            )
+            if found.schema.by_person and split == "train":
+                found, starts[:] = by_person(found)
+            said = found.images.tobytes() + found.labels.tobytes() + np.array(starts, np.int64).tobytes()
+            sha256 = hashlib.sha256(said).hexdigest()
             y = torch.from_numpy(found.labels).to(device)
             if settings.extractor == "none":
                 pixels = torch.from_numpy(found.images).to(device).permute(0, 3, 1, 2)
@@ -219,7 +250,16 @@ class Data:
             test: tuple[Tensor, Tensor] | None = (tx, ty)
         except DatalensError:  # a file of the user's own may have none
             test = None
-        return cls(x=x, y=y, test=test, sha256=sha256)
+        return cls(x=x, y=y, test=test, sha256=sha256, starts=torch.tensor(starts) if starts else None)
+
+
+def by_person(found: Dataset) -> tuple[Dataset, list[int]]:
+    """The records, person after person, and where each begins."""
+    assert found.ids is not None
+    _, whose = np.unique(found.ids, return_inverse=True)
+    order = np.argsort(whose, kind="stable")
+    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=found.ids[order])
+    return ordered, [0, *np.cumsum(np.bincount(whose)).tolist()]
 
 
 def ready(x: "Tensor") -> "Tensor":
@@ -247,16 +287,22 @@ class Trainer:
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
 
-    def step(self, x: "Tensor", y: "Tensor") -> None:
-        """One Poisson sample of the records, in parts if it is large; noise once."""
+    def step(self, x: "Tensor", y: "Tensor", starts: "Tensor | None" = None) -> None:
+        """One Poisson sample of the records, or of the persons, in parts if it is large; noise once.
+
+        `starts`: where each person's records begin, and the end. A person's row is the mean of their gradients.
+        """
         import torch
         from torch.nn import functional as F  # noqa: N812 (the usual name)
 
         from datalens.privacy.dpsgd import poisson_sample
 
-        chosen = torch.from_numpy(poisson_sample(self._gate.noise, len(x), self._gate.schedule.rate)).to(x.device)
-        parts = chosen.split(MOST_AT_ONCE) if len(chosen) else (chosen,)
-        for number, part in enumerate(parts, start=1):
+        units = len(x) if starts is None else len(starts) - 1
+        chosen = torch.from_numpy(poisson_sample(self._gate.noise, units, self._gate.schedule.rate))
+        parts = _parts(chosen, starts)
+        for number, (part, whose) in enumerate(parts, start=1):
+            part = part.to(x.device)
+            self._optimizer.whose = None if whose is None else whose.to(x.device)
             self._optimizer.signal_skip_step(do_skip=number < len(parts))
             self._optimizer.zero_grad()
             # Each record's own gradient: a mean over the part, which Opacus multiplies by its size again.
@@ -280,6 +326,23 @@ class Trainer:
         self._taken, self._averaged = int(state["taken"]), int(state["averaged"])
         for name, model in (("model.", self.model), ("average.", self.average)):
             model.load_state_dict({key.removeprefix(name): v for key, v in state.items() if key.startswith(name)})
+
+
+def _parts(chosen: "Tensor", starts: "Tensor | None") -> "list[tuple[Tensor, Tensor | None]]":
+    """Records of those chosen, about MOST_AT_ONCE at a time, and whose each is; a person's are together."""
+    import torch
+
+    if starts is None:
+        return [(part, None) for part in chosen.split(MOST_AT_ONCE)] if len(chosen) else [(chosen, None)]
+    images = (starts[1:] - starts[:-1])[chosen]
+    turn = (images.cumsum(0) - 1) // MOST_AT_ONCE
+    sizes = torch.unique_consecutive(turn, return_counts=True)[1].tolist() or [0]
+    found: list[tuple[Tensor, Tensor | None]] = []
+    for persons, counts in zip(chosen.split(sizes), images.split(sizes), strict=True):
+        whose = persons.repeat_interleave(counts)
+        first = (starts[:-1][persons] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        found.append((first + torch.arange(len(whose)), whose))
+    return found
 
 
 def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
@@ -327,7 +390,14 @@ def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
     s = settings
     compress = NormTopK(clip=s.clip, topk=s.topk, selector=s.selector)
     rate = s.batch_size / schema.nominal_size
-    schedule = Schedule(sigma=s.sigma, rate=rate, steps=s.steps, unit=compress.bound, l2_bound=compress.l2_bound)
+    schedule = Schedule(
+        sigma=s.sigma,
+        rate=rate,
+        steps=s.steps,
+        unit=compress.bound,
+        l2_bound=compress.l2_bound,
+        row_unit="person" if schema.by_person else "record",
+    )
     return Plan(compress=compress, schedule=schedule, batch_size=s.batch_size)
 
 
@@ -345,12 +415,13 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     stamp = "" if private else " NOT PRIVATE."
     seen = run.schema.name if settings.extractor == "none" else f"{run.schema.name}, features of {settings.extractor}"
     say(
-        f"dpsgd [{settings.network}] on {seen}: {settings.steps} steps of about {settings.batch_size} records, "
+        f"dpsgd [{settings.network}] on {seen}: {settings.steps} steps of about {settings.batch_size} "
+        f"{'persons' if run.schema.by_person else 'records'}, "
         f"clip {settings.clip:g}, topk {settings.topk:g} ({settings.selector}), sigma {settings.sigma:.4g} "
         f"(floating-point noise); budget {budget.describe(budget.epsilon)}.{stamp}"
     )
     for _ in _steps(run, settings.steps, trainer, gate):
-        trainer.step(data.x, data.y)
+        trainer.step(data.x, data.y, data.starts)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
     if run.interrupted:
@@ -358,6 +429,8 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     model = trainer.average if settings.average else trainer.model
     write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
     reached = None if data.test is None else accuracy(model, *data.test)
+    if reached is not None:
+        run.log(run.completed, accuracy=reached)
     facts = {
         "run": str(run.path),
         "accuracy": reached,

@@ -6,14 +6,13 @@ of its own teachers; rank 0 has the run folder and leads, the others follow (see
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from datalens.board import writer_class
 from datalens.config import (
-    REAL_ROWS,
     MomentSettings,
     Settings,
     SgdSettings,
@@ -23,15 +22,17 @@ from datalens.config import (
     parse_settings,
 )
 from datalens.datasets import formats
+from datalens.datasets.own import Reading
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
-from datalens.peers.table import METHODS
+from datalens.peers.table import code_of
 from datalens.plan import check_moments, check_settings, make_plan, warnings
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
+from datalens.spending import check_reserved, check_room, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from datalens.datasets.records import Records
     from datalens.distributed import World
     from datalens.private.shares import Shares
+    from datalens.released.release import AnyGenerator
 
 NEWS_SECONDS = 60.0  # a network file system may take this long to show a machine what another one has written
 
@@ -53,6 +55,7 @@ class Job:
     schema: Schema
     budget: Budget | None
     begun: bool
+    records: "Records | None" = None  # where a Python program has them, and no file
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -67,10 +70,11 @@ class Job:
         return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
 
 
-def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any]:
+def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
     """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
     `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
+    `records`: in the place of a file; `options.data` is then no more than a name.
     """
     from datalens.distributed import World
     from datalens.methods import datalens
@@ -78,7 +82,7 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(World.start(options.device))
-        job = world.together(lambda: _plan(options, given))
+        job = world.together(lambda: dataclasses.replace(_plan(options, given, records), records=records))
         world.agree({"out": str(options.out), **job.facts()})
         if isinstance(job.settings, PeerSettings):
             peer = job.settings
@@ -112,6 +116,8 @@ def train(options: TrainOptions, given: set[str] | None = None) -> dict[str, Any
         if run is None:
             crowd.follow()
             return {}
+        if options.tensorboard:
+            run.open_board()
         return _lead(run, topagg, crowd, world.device, began)
 
 
@@ -120,7 +126,6 @@ def _from_moments(
 ) -> dict[str, Any]:
     """A run from private moments, in this one process."""
     from datalens.methods import moments
-    from datalens.released.release import write_release
 
     run = _open(options, job)
     if run is not None:
@@ -131,6 +136,8 @@ def _from_moments(
         run = _create(options, job, data)
         stack.callback(run.close)
     _check_folder(options, job, data, wait=False)
+    if options.tensorboard:
+        run.open_board()
     budget = run.ledger.budget
     private = math.isfinite(budget.epsilon) and not settings.noise_seeded
     stamp = "" if private else " NOT PRIVATE."
@@ -140,13 +147,13 @@ def _from_moments(
         f"coordinates, {settings.texture} of texture, {noisy}; budget {budget.describe(budget.epsilon)}.{stamp}"
     )
     model = moments.train(run, records, settings)
-    write_release(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    _release(run, model)
     spent, steps = run.ledger.spent(), run.completed
     lost = len(run.ledger.events) - steps
     wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
     say(
         f"done: {steps} releases{wasted}, spent {budget.describe(spent)}.{stamp} "
-        f"Pictures: {run.path / 'release' / 'samples.png'}"
+        f"Report: {run.path / 'release' / 'report.html'}"
     )
     return _facts(run, steps, began, sigma=None)
 
@@ -160,9 +167,7 @@ def _peer(
     began: float,
 ) -> dict[str, Any]:
     """A run of any other method, in this one process."""
-    from datalens.released.release import write_release
-
-    method = importlib.import_module(f"datalens.methods.{METHODS[settings.method].module}")
+    method = code_of(settings.method)
     run = _open(options, job)
     if run is not None:
         stack.callback(run.close)
@@ -172,6 +177,8 @@ def _peer(
         run = _create(options, job, data, teachers=getattr(settings, "teachers", 1))
         stack.callback(run.close)
     _check_folder(options, job, data, wait=False)
+    if options.tensorboard:
+        run.open_board()
     budget = run.ledger.budget
     stamp = "" if math.isfinite(budget.epsilon) and not settings.noise_seeded else " NOT PRIVATE."
     say(
@@ -181,9 +188,15 @@ def _peer(
     generator = method.train(run, records, settings, device=device)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
-    write_release(run.path, generator, settings=settings, schema=run.schema, ledger=run.ledger)
+    _release(run, generator)
     _say_end(run, settings.steps, stamp, lost=0 if settings.one_charge else len(run.ledger.events) - run.completed)
     return _facts(run, run.completed, began, sigma=getattr(settings, "sigma", None))
+
+
+def _release(run: Run, generator: "AnyGenerator") -> None:
+    from datalens.released.release import write_release
+
+    run.show_release(write_release(run.path, generator, settings=run.settings, schema=run.schema, ledger=run.ledger))
 
 
 def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:
@@ -193,7 +206,7 @@ def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     say(
         f"{state} {steps}{short} steps{wasted}, spent {budget.describe(run.ledger.spent())}.{stamp} "
-        f"Pictures: {run.path / 'release' / 'samples.png'}"
+        f"Report: {run.path / 'release' / 'report.html'}"
     )
 
 
@@ -244,13 +257,20 @@ def choose_device(name: str) -> "torch.device":
 # --- on every rank --------------------------------------------------------------------------------
 
 
-def _plan(options: TrainOptions, given: set[str] | None) -> Job:
+def _plan(options: TrainOptions, given: set[str] | None, records: "Records | None") -> Job:
     """What this rank would do, without a look at any record."""
+    if options.tensorboard:
+        writer_class()  # or an error now, and not after the reading
     if options.resume or _restarted(options):
         return _as_begun(options, given)
     if options.data is None:
         raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
+    if records is None:
+        schema = formats.schema(
+            options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+        )
+    else:
+        schema = records.schema
     budget, settings = make_plan(options, schema)
     return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
 
@@ -311,8 +331,11 @@ def _read(job: Job, settings: Settings, world: "World") -> "Shares":
 
 
 def _records(job: Job) -> "Records":
-    records = formats.open_records(
-        job.options["data"], nominal_size=job.options["nominal_size"], folder=job.options.get("data_folder")
+    records = job.records or formats.open_records(
+        job.options["data"],
+        nominal_size=job.options["nominal_size"],
+        folder=job.options.get("data_folder"),
+        reading=Reading.of(job.options),
     )
     if records.schema != job.schema:
         raise DatalensError(f"{job.options['data']} is not what this run was begun with: put it back, or start another")
@@ -352,10 +375,12 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
+        check_reserved(read_config(options.out))
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None
-    for line in warnings(job.budget, job.schema):
+    check_room(options.budget, job.settings, job.schema, job.budget)
+    for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
 
@@ -365,6 +390,8 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
 
     check_enough(data.count, teachers)
     assert job.budget is not None
+    if job.schema.read_off:
+        say(f"{job.schema.name}: {job.schema.note} (docs/data.md)")
     return Run.create(
         options.out,
         options=job.options,
@@ -373,6 +400,7 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
         schema=job.schema,
         data_sha256=f"{data.fingerprint:064x}",
         launch=launch(),
+        data_budget=reserve(options.budget, job.settings, job.schema, job.budget),
     )
 
 
@@ -390,7 +418,7 @@ def _law(settings: TrainSettings) -> str:
 
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian noise"
-    real = isinstance(settings, Settings) and settings.compress in REAL_ROWS
+    real = isinstance(settings, Settings) and settings.real_rows
     kind = "floating-point Gaussian noise" if real else "rounded Gaussian noise"
     missing = not real and not settings.noise_seeded and not opendp_installed()
     return kind + ("; OpenDP, for exact noise, is not installed" if missing else "")
@@ -399,16 +427,20 @@ def _law(settings: TrainSettings) -> str:
 def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.device") -> int:
     """Steps whose releases the student has learned from."""
     from datalens.methods import datalens
-    from datalens.privacy.mechanisms import make_mechanism
+    from datalens.privacy.mechanisms import Mechanism, ThirdParty, make_mechanism
     from datalens.privacy.noise import open_noise
-    from datalens.released.release import write_release
 
     seed = run.config["options"]["noise_seed"]
     seed = None if seed is None else seed + len(run.ledger.events)
     with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=seed) as noise:
-        student = datalens.train(run, crowd, s, mechanism=make_mechanism(s.sigma, noise), device=device)
+        gate: Mechanism = make_mechanism(s.sigma, noise)
+        if s.mechanism:
+            from datalens.plugins import mechanism
+
+            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma)
+        student = datalens.train(run, crowd, s, mechanism=gate, device=device)
     crowd.dismiss()
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
-    write_release(run.path, student.generator, settings=run.settings, schema=run.schema, ledger=run.ledger)
+    _release(run, student.generator)
     return run.completed

@@ -1,6 +1,7 @@
 """`datalens audit`: what it prints, and that it exits with 1 when a claim is broken or a control is missed."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -139,8 +140,8 @@ def test_end_to_end_for_real(datalens, relation):
 # --- attacks --------------------------------------------------------------------------------------
 
 
-def test_attacks_on_a_run(datalens, trained):
-    result = datalens("audit", "attacks", trained, "--data", "digits", "--count", 500, "--json").succeeded()
+def test_attacks_on_a_run(datalens, copy):
+    result = datalens("audit", "attacks", copy, "--data", "digits", "--count", 500, "--json").succeeded()
     assert result.out.count("\n") == 1
     found = result.json
     assert set(found) >= KEYS
@@ -149,10 +150,13 @@ def test_attacks_on_a_run(datalens, trained):
     (membership,) = found["membership"]
     assert membership["auc_interval"][0] <= membership["auc"] <= membership["auc_interval"][1]
     assert found["reconstruction"]["found"] is False
+    kept = json.loads((copy / "audit.json").read_text())["attacks"]  # for the owner's page
+    assert kept["membership"] == found["membership"] and kept["lines"]
+    assert (copy / "audit.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_attacks_for_people_say_what_is_not_covered(datalens, trained):
-    lines = datalens("audit", "attacks", trained, "--data", "digits", "--count", 500).succeeded().out.splitlines()
+def test_attacks_for_people_say_what_is_not_covered(datalens, copy):
+    lines = datalens("audit", "attacks", copy, "--data", "digits", "--count", 500).succeeded().out.splitlines()
     assert lines[-1] == "measured on real data: for the owner, not covered by ε"
     assert "δ = 1e-05, add-remove, exact accountant" in lines[0]
 
@@ -172,9 +176,9 @@ def test_a_set_of_copies_is_exit_1(datalens, trained, tmp_path):
     assert result.json["controls"] == {"a generator that copies training images": True}
 
 
-def test_attacks_with_shadow_models(datalens, trained):
+def test_attacks_with_shadow_models(datalens, copy):
     options = ("--data", "digits", "--count", 300, "--shadows", 2)
-    found = datalens("audit", "attacks", trained, *options, "--json").succeeded().json
+    found = datalens("audit", "attacks", copy, *options, "--json").succeeded().json
     plain, sharp = found["membership"]
     assert sharp["attack"] == "likelihood ratio over 2 shadow models"
     assert plain["members"] == sharp["members"]

@@ -151,6 +151,7 @@ def forged(release, *, event=None, settings=None):
     certificate["sha256"]["CERTIFICATE.md"] = hashlib.sha256(page).hexdigest()
     certificate["sha256"]["certificate"] = _own_hash(certificate)
     (release / "certificate.json").write_bytes(certificate_bytes(certificate))
+    (release / "report.html").unlink()  # it would tell
     return release
 
 

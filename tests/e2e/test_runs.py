@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-RELEASED = {"generator.safetensors", "certificate.json", "CERTIFICATE.md", "ledger.jsonl", "samples.png"}
+RELEASED = {
+    *("generator.safetensors", "certificate.json", "CERTIFICATE.md", "ledger.jsonl", "samples.png", "report.html"),
+}
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -78,7 +80,7 @@ def test_only_the_owner_may_look_at_teachers(trained):
 
 def test_no_pickle_anywhere(trained):
     for path in files_under(trained):
-        assert path.suffix in {".json", ".jsonl", ".md", ".safetensors", ".png", ".release", ""}
+        assert path.suffix in {".json", ".jsonl", ".md", ".html", ".safetensors", ".png", ".release", ""}
         assert path.suffix or path.name == "lock"
 
 
@@ -124,7 +126,7 @@ def test_no_losses_in_the_release(trained):
     for path in files_under(trained / "release"):
         content = path.read_bytes()
         assert b"loss" not in content
-        assert b"mean_vote" not in content
+        assert b"agreement" not in content
         for line in metrics:
             assert str(line["teacher_loss"]).encode() not in content
             assert np.float64(line["teacher_loss"]).tobytes() not in content

@@ -43,7 +43,7 @@ def test_it_trains_and_says_what_it_did(trained: tuple[Path, dict[str, Any]]) ->
     assert said["accuracy"] > 0.5
     assert said["private"] and 0 < said["epsilon_spent"] <= said["epsilon"] == 3.0
     assert sorted(path.name for path in (run / "release").iterdir()) == sorted(
-        ["CERTIFICATE.md", "certificate.json", "ledger.jsonl", "model.safetensors"]
+        ["CERTIFICATE.md", "certificate.json", "ledger.jsonl", "model.safetensors", "report.html"]
     )
     assert (run / "config.json").stat().st_mode & 0o077 == 0
 
@@ -112,8 +112,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, what: Any) -> None:
     """Something happens after so many steps."""
     step, taken = sgd.Trainer.step, [0]
 
-    def watched(self: sgd.Trainer, x: Any, y: Any) -> None:
-        step(self, x, y)
+    def watched(self: sgd.Trainer, *data: Any) -> None:
+        step(self, *data)
         taken[0] += 1
         if taken[0] == number:
             what()

@@ -34,6 +34,7 @@ from datalens.cli import main
 from datalens.datasets import folders, formats, idx, sources
 from datalens.datasets.images import decode
 from datalens.datasets.local import by_attributes
+from datalens.datasets.own import Reading
 from datalens.datasets.parquet import parquet_records
 from datalens.datasets.records import collect
 from datalens.datasets.schema import Schema
@@ -68,7 +69,8 @@ class Parser:
 def picture(kind: str, mode: str = "RGB") -> bytes:
     stream = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), dtype=np.uint8)
-    Image.fromarray(pixels).convert(mode).save(stream, format=kind)
+    image = Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(pixels)
+    image.convert(mode).save(stream, format=kind)
     return stream.getvalue()
 
 
@@ -97,6 +99,39 @@ def own_npz(_: Path, folder: Path) -> Parse:
         return data
 
     return parse
+
+
+def own_file(name: str, **reading: str) -> Callable[[Path, Path], Parse]:
+    """A file of the user's own, beside one that is as it should be."""
+
+    def prepare(_: Path, folder: Path) -> Parse:
+        (folder / "a" / "b").mkdir(parents=True)
+        (folder / "a" / "b" / "0.png").write_bytes(picture("PNG"))
+        (folder / "train-labels-idx1-ubyte").write_bytes(idx.dump(np.arange(5, dtype=np.uint8) % 2))
+
+        def parse(folder: Path, content: bytes) -> object:
+            (folder / name).write_bytes(content)
+            place = folder / "a" if name.startswith("a/") else folder / name
+            data = formats.load(str(place), nominal_size=6, reading=Reading(image_size="8", **reading))
+            assert data.images.dtype == np.uint8 and data.images.shape[1:3] == (8, 8)
+            assert 0 <= data.labels.min() <= data.labels.max() < len(data.schema.classes)
+            return data
+
+        return parse
+
+    return prepare
+
+
+def own_parquet() -> bytes:
+    about = json.dumps({"info": {"features": {"male": {"names": ["no", "yes"], "_type": "ClassLabel"}}}})
+    table = pq.read_table(io.BytesIO(parquet())).replace_schema_metadata({"huggingface": about})
+    stream = io.BytesIO()
+    pq.write_table(table, stream)
+    return stream.getvalue()
+
+
+OWN_CSV = b'file_name,label,who\na/b/0.png,x,1\n"a/b/0.png",y,2\na/b/0.png,x,1\n'
+OWN_IDX = idx.dump(np.arange(320, dtype=np.uint16).astype(np.uint8).reshape(5, 8, 8))
 
 
 def shards(_: Path, folder: Path) -> Parse:
@@ -409,6 +444,21 @@ PARSERS: dict[str, Parser] = {
     "png with a palette": Parser(
         valid=without_run(picture("PNG", "P")), parse=plainly(lambda content: decode(content, "x.png", COLOUR))
     ),
+    **{
+        f"own image: {kind}, {mode}": Parser(valid=without_run(picture(kind, mode)), parse=own_file(f"a/b/1.{suffix}"))
+        for kind, mode, suffix in (
+            ("PNG", "RGBA", "png"),
+            ("PNG", "I;16", "png"),
+            ("WEBP", "RGB", "webp"),
+            ("JPEG", "CMYK", "jpeg"),
+        )
+    },
+    "own list": Parser(valid=without_run(OWN_CSV), parse=own_file("list.csv", record_id="who")),
+    "own parquet": Parser(valid=without_run(own_parquet()), parse=own_file("own.parquet", label="male"), may_die=True),
+    "own parquet, distinct values": Parser(
+        valid=without_run(parquet("label")), parse=own_file("own.parquet"), may_die=True
+    ),
+    "own idx": Parser(valid=without_run(OWN_IDX), parse=own_file("train-images-idx3-ubyte")),
     "npz": Parser(valid=without_run(npz()), parse=own_npz),
     "npz with ids": Parser(valid=without_run(npz(ids=np.array(list("uvwxyz")))), parse=own_npz),
     "npz, compressed": Parser(valid=without_run(npz(packed=True)), parse=own_npz),

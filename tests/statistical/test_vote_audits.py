@@ -235,7 +235,7 @@ def test_a_critic_that_sees_records_is_caught(kind: type[CriticStudent]) -> None
         student = kind(
             SCHEMA.shape, 2, Critic(SCHEMA.shape, 2, width=4), teachers=4, labels="counts", batch=4, jitter=0.1,
             memory=1, latent=4, critic_steps=1, critic_rate=1e-2, generator_steps=1, generator_batch=4,
-            generator_rate=1e-2, seed=0, device=torch.device("cpu"),
+            generator_rate=1e-2, average=0.0, spread=0.0, seed=0, device=torch.device("cpu"),
         )  # fmt: skip
         student.record = torch.full(SCHEMA.shape, record)  # type: ignore[attr-defined]
         told = LaplaceVote(noise=LaplaceNoise(4.0, seed=1)).release(labels(flipped=False, trials=4), free(), step=0)

@@ -20,11 +20,13 @@ from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.config import Settings, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError, TamperedError
+from datalens.pages import REPORT, sealed
 from datalens.plan import make_plan
 from datalens.privacy.accountant import ACCOUNTANTS, SAMPLED_ONLY, Accountant, UnpriceableEvent
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import ExactNoise, IntegerNoise, NoiseSource, SecureNoise, SeededNoise
+from datalens.released import report
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -133,6 +135,7 @@ def put(release: Path, certificate: dict[str, Any], *, page: bool = True) -> Non
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     body["sha256"] = {**own, "certificate": hashlib.sha256(text.encode()).hexdigest()}
     (release / CERTIFICATE).write_text(json.dumps(body, indent=1, ensure_ascii=False))
+    (release / REPORT).unlink(missing_ok=True)  # it would tell
 
 
 def forge(release: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -599,3 +602,46 @@ def test_old_releases_still_stand(release: Path) -> None:
 def test_a_discrete_release_cannot_pass_for_an_old_one(discrete: Path) -> None:
     as_version_1(discrete)
     assert any("kind of noise" in problem for problem in check_release(discrete).problems)
+
+
+# --- the page for people --------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_made_of_the_release_alone_and_leaves_it_standing(release: Path) -> None:
+    before = (release / REPORT).read_bytes()
+    (release / REPORT).unlink()
+    assert check_release(release).problems == ()  # it may be missing
+    (release / REPORT).write_bytes(report.page(release))
+    assert check_release(release).problems == ()
+    assert (release / REPORT).read_bytes() == before
+
+
+def test_a_report_that_was_changed_is_caught(release: Path) -> None:
+    content = (release / REPORT).read_bytes()
+    for forged in (
+        content.replace("ε = 1".encode(), "ε = 0.1".encode()),
+        content + b"<p>trust me</p>",
+        b"",
+        b"<html></html>",
+    ):
+        assert forged != content
+        (release / REPORT).write_bytes(forged)
+        assert check_release(release).problems == (f"{REPORT} was changed after it was written",)
+
+
+def test_the_report_of_another_release_is_caught(release: Path, originals: dict[str, Path]) -> None:
+    shutil.copyfile(originals["seeded"] / REPORT, release / REPORT)
+    (problem,) = check_release(release).problems
+    assert problem.startswith(f"{REPORT} belongs to another certificate")
+    page = (release / REPORT).read_bytes()  # sealed anew, but still of the other one
+    (release / REPORT).write_bytes(sealed(page.replace(b"NOT PRIVATE", b"private")))
+    assert check_release(release).problems
+
+
+def test_a_folder_in_the_place_of_the_report_is_caught(release: Path) -> None:
+    (release / REPORT).unlink()
+    (release / REPORT).mkdir()
+    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    (release / REPORT).rmdir()
+    (release / REPORT).write_bytes(b" " * 5_000_001)
+    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)

@@ -1,5 +1,6 @@
 """From a released sum to a direction: ±βN with the configured N, and nothing but released values."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
 from datalens.privacy.released import Released
-from datalens.released.decode import Decode, DecodeName
+from datalens.released.decode import Decode, DecodeName, agreement
 
 INFINITE = Budget(epsilon=float("inf"), delta=1e-5, relation="add-remove", accountant="exact")
 
@@ -89,3 +90,20 @@ def test_something_that_looks_like_a_release_is_not_one() -> None:
     rule = Decode(rule="sign", beta=0.0, teachers=1, basis=make_basis("pixel", (1, 1, 3), None))
     with pytest.raises(TypeError):
         rule(Lookalike())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+def test_agreement_is_the_part_of_the_longest_sum_that_is_left(share: float, expected: float) -> None:
+    """N teachers with ±1 on all of 400 cells, a share of them alike and the others cancelling out, and noise on it."""
+    teachers, cells, sigma = 1000, 400, 50.0
+    rows = torch.ones(teachers, 1, cells, dtype=torch.int8)
+    against = round(teachers * (1 - share) / 2)
+    rows[:against] = -1
+    longest = math.sqrt(cells)
+    total = sum_bounded([Contributions(rows=rows, l2_bound=longest, diameter=2 * longest, row_unit="teacher")])
+    noisy = GaussianSum(sigma=sigma, noise=SecureNoise()).release(total, Ledger.in_memory(INFINITE), step=0)
+    found, doubt = agreement(noisy, teachers=teachers, longest=longest)
+    assert found == pytest.approx(expected, abs=3 * doubt)
+    assert 0 < doubt < 0.02
+    naive = math.sqrt(float((noisy.value.astype(float) ** 2).sum())) / (teachers * longest)
+    assert share > 0 or naive > 2 * doubt  # noise not taken off would pass for agreement

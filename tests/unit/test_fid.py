@@ -13,6 +13,7 @@ import pytest
 import scipy.linalg
 import torch
 
+from datalens import cli
 from datalens.datasets import sources, weights
 from datalens.datasets.fetch import File, SourceFailedError
 from datalens.errors import DatalensError
@@ -136,6 +137,19 @@ def test_weights_are_fetched_checked_and_kept(tiny: bytes, monkeypatch: pytest.M
             weights.read("inception")
     monkeypatch.setitem(weights.WEIGHTS, "inception", known)
     assert weights.read("inception") == tiny  # fetched again
+
+
+def test_the_command_brings_the_weights(tiny: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (
+        ("list", "get it: datalens data get inception"),
+        ("get", "inception"),
+        ("list", "for FID\n"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["data", command, *(["inception"] if command == "get" else [])])
+        assert not ended.value.code
+        assert words in capsys.readouterr().out
+    assert weights.cached("inception")
 
 
 class Colours(torch.nn.Module):

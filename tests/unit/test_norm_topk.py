@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datalens.bounded import norm_topk
-from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector, by_bisection, keep_largest, largest_dropped
+from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector, by_bisection, find_limits, largest_dropped
 from datalens.errors import DatalensError
 
 
@@ -61,17 +61,17 @@ def test_what_is_kept_is_algorithm_4s(values: list[float], k: float) -> None:
 
 
 def kept(rows: Tensor, k: float) -> Tensor:
-    """Dense, of what `keep_largest` keeps."""
-    found = torch.zeros_like(rows)
-    for row, place in zip(rows.numpy(), found.numpy(), strict=True):
-        at, values, _ = keep_largest(row, k)
-        place[at] = values
-    return found
+    """What `find_limits` leaves of them."""
+    sizes, whole = rows.abs(), rows.double().square().sum(dim=1)
+    limits = torch.from_numpy(find_limits(sizes.numpy(), whole.numpy(), k))
+    return torch.where(sizes > limits.unsqueeze(1), rows, 0.0)
 
 
 def test_on_long_rows_too() -> None:
-    rows = heavy(4, 9001)
-    rows[1, ::17] = 0.0  # the sample, every 17th, sees nothing of it
+    rows = heavy(5, 9001)
+    rows[4] = 0.0
+    rows[1, :: norm_topk._EVERY] = 0.0  # the sample sees nothing of it
+    rows[2, :: norm_topk._EVERY] = 100.0  # and of this all that is large
     for k in (0.2, 0.6, 0.8, 0.95):
         expected = [algorithm_4(row.double().numpy(), k) for row in rows]
         np.testing.assert_array_equal(kept(rows, k).numpy(), np.array(expected, dtype=np.float32))
@@ -102,24 +102,34 @@ def test_no_row_is_longer_than_its_bound(seed: int, k: float, clip: float, scale
     assert longest(compress, heavy(3, 60, seed) * scale) <= 1.0
 
 
-def one_too_many(row: np.ndarray, k: float) -> tuple[np.ndarray, np.ndarray, float]:
+def one_too_many(sizes: np.ndarray, whole: np.ndarray, k: float) -> np.ndarray:
     """Keeps the largest coordinate that has to go, too."""
-    at, _, whole = keep_largest(row, k)
-    rest = np.abs(row)
-    rest[at] = 0.0
-    at = np.append(at, np.argmax(rest))
-    return at, row[at].astype(np.float64), whole
+    limits = find_limits(sizes, whole, k)
+    return np.array([row[row < limit].max(initial=0.0) for row, limit in zip(sizes, limits, strict=True)])
 
 
 def test_a_twin_that_keeps_one_too_many_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, compress = heavy(6, 60), NormTopK(clip=0.5, topk=0.6)
-    monkeypatch.setattr(norm_topk, "keep_largest", one_too_many)
+    monkeypatch.setattr(norm_topk, "find_limits", one_too_many)
     assert longest(compress, rows) <= 1.0  # what is kept is measured, and scaled
     trusting = lambda squares, kept, *, clip, bound: (clip / squares.sqrt()).clamp(max=1.0)  # noqa: E731
     monkeypatch.setattr(norm_topk, "bounded_scale", trusting)
     assert longest(compress, rows) > 1.01  # and where nobody measures, this finds it
-    monkeypatch.setattr(norm_topk, "keep_largest", keep_largest)
+    monkeypatch.setattr(norm_topk, "find_limits", find_limits)
     assert longest(compress, rows) <= 1.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_give_the_same_sum(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every record once, in whichever thread and block; few rows and many."""
+    compress = NormTopK(clip=1e6, topk=0.7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(norm_topk, "_CPU_BYTES", 3 * 4 * 57)  # blocks of three rows
+    for count in (1, 2, 7, 20):
+        rows = heavy(count, 57, count)
+        expected = sum(algorithm_4(row.double().numpy(), 0.7) for row in rows)
+        found = compress.sum([rows[:, :50].reshape(count, 5, 10), rows[:, 50:]]).private_total[0]
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_long_flat_rows_keep_their_bound() -> None:
@@ -172,10 +182,11 @@ def test_nobody_in_the_batch(k: float) -> None:
 
 def test_other_kinds_of_numbers() -> None:
     rows = heavy(4, 30)
-    single = NormTopK(clip=1.0, topk=0.6).sum([rows]).private_total
-    for kind in (torch.float64, torch.bfloat16):
-        other = NormTopK(clip=1.0, topk=0.6).sum([rows.to(kind)]).private_total
-        torch.testing.assert_close(other.float(), single, rtol=0.1, atol=0.1)
+    for k in (0.6, 1.0):
+        single = NormTopK(clip=1.0, topk=k).sum([rows]).private_total
+        for kind in (torch.float64, torch.bfloat16):
+            other = NormTopK(clip=1.0, topk=k).sum([rows.to(kind)]).private_total
+            torch.testing.assert_close(other.float(), single, rtol=0.1, atol=0.1)
 
 
 def test_records_must_be_the_same_in_every_parameter() -> None:
@@ -199,11 +210,9 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], said: str) -> Non
         NormTopK(**asked)
 
 
-def test_where_rounding_leaves_all_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_rounding_leaves_all_that_may_stay() -> None:
     """A whole that was summed too large: all is kept, and then its length is looked at."""
-    monkeypatch.setattr(np, "dot", lambda a, b: 6.0)
-    at, values, whole = keep_largest(np.array([1.0, 2.0], dtype=np.float32), 0.9)
-    assert (at.tolist(), values.tolist(), whole) == ([0, 1], [1.0, 2.0], 6.0)
+    assert find_limits(np.array([[1.0, 2.0]], dtype=np.float32), np.array([6.0]), 0.9) == [-1.0]
 
 
 @pytest.mark.parametrize("kernel", [False, True])

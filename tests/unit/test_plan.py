@@ -416,3 +416,41 @@ def test_where_records_are_scarce_means_come_first() -> None:
     assert few.texture == 0 and few.releases["sums"] > 0.4
     assert of_moments(dataclasses.replace(MNIST, nominal_size=10_000)).texture > 0
     assert of_moments(dataclasses.replace(MNIST, nominal_size=1000), texture=16).texture == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "said"),
+    [
+        ({"teachers": 20}, 60, "about 3 records, too few to learn from: lower --teachers to 12 or fewer"),
+        ({"teachers": 10}, 60, ""),
+        ({}, 60, "a class has about 6 records, and one with less than"),
+        ({"epsilon": 0.01}, 3000, "a class has about 300 records, and one with less than"),
+        ({}, 60_000, ""),
+    ],
+)
+def test_warnings_of_shares_and_classes_that_are_too_small(options: dict, size: int, said: str) -> None:
+    schema = dataclasses.replace(MNIST, nominal_size=size)
+    budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), **options), schema)
+    found = [line for line in warnings(budget, schema, settings) if "delta" not in line]
+    assert (said in found[0]) if said else (found == [])
+
+
+def test_what_to_expect_gets_better_with_epsilon() -> None:
+    from datalens.guidance import NOTHING_ELSE, SEEN, expect
+
+    words = [said for _, said in SEEN]
+    places = []
+    for epsilon in (0.003, 0.05, 1.0, 10.0):
+        budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), epsilon=epsilon), MNIST)
+        counts, means = expect(settings, MNIST, budget)
+        assert "of about 6e+03" in counts
+        places.append([*words, NOTHING_ELSE].index(means.split("; ", 1)[1]))
+    assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
+    budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
+    assert expect(votes, MNIST, budget) == [
+        f"a vote stands out of the noise (by two σ) where {2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
+    ]
+    few = dataclasses.replace(votes, teachers=5)
+    assert "expect noise" in expect(few, MNIST, budget)[0]
+    budget, merf = make_plan(TrainOptions(data="mnist", out=Path("x"), method="dpmerf"), MNIST)
+    assert expect(merf, MNIST, budget) == []

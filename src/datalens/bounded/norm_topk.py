@@ -6,7 +6,9 @@ per-sample gradients are read where they lie, and no copy of all of them is made
 Differs from the paper: of coordinates of equal size all are kept, or none.
 """
 
+import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +25,7 @@ Selector = Literal["norm", "dim", "none"]
 
 # Rows are enforced in float32, so they are declared, and paid for, as this much longer than asked.
 ROUNDING = 1e-6
-_CPU_BYTES, _GPU_BYTES = 2**21, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
+_CPU_BYTES, _GPU_BYTES = 2**20, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +104,44 @@ class NormTopK:
         """Some rows at a time, each as one vector over all parameters."""
         d = sum(g.shape[1] for g in flat)
         kind = torch.float64 if any(g.dtype == torch.float64 for g in flat) else torch.float32
+        if self.selector == "norm" and not flat[0].is_cuda:
+            return torch.from_numpy(self._by_threads([g.to(kind).numpy() for g in flat]))
         total = torch.zeros(d, dtype=kind, device=flat[0].device)
         size = max(1, (_GPU_BYTES if total.is_cuda else _CPU_BYTES) // (4 * d))
-        few = self.selector == "norm" and not total.is_cuda
         for start in range(0, len(flat[0]), size):
-            rows = torch.cat([g[start : start + size].to(kind) for g in flat], dim=1)  # [some, d]
-            (self._add_few if few else self._add_rows)(rows, total)
+            self._add_rows(torch.cat([g[start : start + size].to(kind) for g in flat], dim=1), total)
+        return total
+
+    def _by_threads(self, flat: list[np.ndarray]) -> np.ndarray:
+        """On a CPU: in as many threads as torch has. numpy lets go of the interpreter while it works on a block."""
+        count = len(flat[0])
+        threads = min(torch.get_num_threads(), max(1, count))
+        cuts = [i * count // threads for i in range(threads + 1)]
+        parts = [[g[begin:end] for g in flat] for begin, end in itertools.pairwise(cuts)]
+        if threads == 1:
+            return self._sum_few(parts[0])
+        with ThreadPoolExecutor(threads) as pool:
+            return np.sum(list(pool.map(self._sum_few, parts)), axis=0)
+
+    def _sum_few(self, flat: list[np.ndarray]) -> np.ndarray:
+        """In blocks that stay in a cache, and in the same memory every time: new pages cost more than the work."""
+        count, d, kind = len(flat[0]), sum(g.shape[1] for g in flat), flat[0].dtype
+        total = np.zeros(d, dtype=kind)
+        size = max(1, min(count, _CPU_BYTES // (4 * d)))
+        block, sizes, kept = np.empty((size, d), kind), np.empty((size, d), kind), np.empty((size, d), bool)
+        for start in range(0, count, size):
+            few = [g[start : start + size] for g in flat]
+            rows = np.concatenate(few, axis=1, out=block[: len(few[0])])
+            n = len(rows)
+            squares = _squared_norms(torch.from_numpy(rows)).numpy()
+            if not np.isfinite(squares).all():
+                rows[~np.isfinite(squares)] = 0.0
+                squares = np.where(np.isfinite(squares), squares, 0.0)
+            limits = find_limits(np.abs(rows, out=sizes[:n]), squares, self.topk)
+            rows *= np.greater(sizes[:n], limits[:, None], out=kept[:n])
+            measured = _squared_norms(torch.from_numpy(rows))
+            scale = bounded_scale(torch.from_numpy(squares), measured, clip=self.clip, bound=self.bound)
+            total += np.einsum("i,ij->j", scale.numpy().astype(kind), rows)
         return total
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
@@ -119,15 +153,6 @@ class NormTopK:
             kept = torch.where(rows.abs() > largest_dropped(rows, self.topk), rows, 0.0)
         kept = torch.where(squares.isfinite().unsqueeze(1), kept, 0.0)  # NaN, or too large to square
         total += bounded_scale(squares, _squared_norms(kept), clip=self.clip, bound=self.bound).to(total.dtype) @ kept
-
-    def _add_few(self, rows: Tensor, total: Tensor) -> None:
-        """Row by row, and of a row only what is kept, which is little: on a CPU every look at all of it counts."""
-        chosen = [keep_largest(row, self.topk) for row in rows.numpy()]
-        squares = torch.tensor([[whole, float(np.dot(v, v))] for _, v, whole in chosen], dtype=torch.float64)
-        scales = bounded_scale(squares[:, 0], squares[:, 1], clip=self.clip, bound=self.bound).tolist()
-        summed = total.numpy()
-        for (at, values, _), scale in zip(chosen, scales, strict=True):
-            summed[at] += scale * values
 
 
 def bounded_scale(squares: Tensor, kept: Tensor, *, clip: float, bound: float) -> Tensor:
@@ -141,35 +166,41 @@ def bounded_scale(squares: Tensor, kept: Tensor, *, clip: float, bound: float) -
     return torch.where(length > 0, scale, 0.0)  # where it is 0, or no number, there is nothing
 
 
-_EVERY, _FEWEST = 17, 2**12  # of a sample; not a power of two, in whose rhythm gradients of images repeat
+_EVERY, _FEWEST = 61, 2**12  # of a sample; not a power of two, in whose rhythm gradients of images repeat
 
 
-def keep_largest(row: np.ndarray, k: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Where the largest are whose squares sum to at most k of all, what is there (float64), and the sum of all squares.
+def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float) -> np.ndarray:
+    """[n] per row of [n, d] sizes the smallest such that the squares of what is larger sum to at most k of all squares.
 
-    A sample says about how large they are; if that was wrong, a bound does: squares below (1 − k) of their mean always
-    go, since all of them together are less than what has to go.
+    A sample says about how large that is; if it was wrong, a bound does: squares below (1 − k) of their mean always
+    go, since all of them together are less than what has to go. `whole`: the sums of squares, [n] float64.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        whole = float(np.dot(row, row))
-    if not 0 < whole < math.inf:
-        return np.zeros(0, dtype=np.intp), np.zeros(0), 0.0
-    sizes = np.abs(row)
-    floor = math.sqrt((1 - k) * whole / len(row)) * (1 - 1e-4)
-    about = floor
-    if len(row) >= _FEWEST:
-        sample = np.sort(sizes[::_EVERY])
-        sums = np.cumsum(sample * sample)
-        about = 0.9 * float(sample[min(int(np.searchsorted(sums, (1 - k) * whole / _EVERY)), len(sample) - 1)])
-    for lowest in (max(about, floor), floor):
-        at = np.flatnonzero(sizes >= lowest)
-        may = sizes[at]
-        rising = np.sort(may)
-        kept = int(np.searchsorted(np.cumsum(np.square(rising[::-1], dtype=np.float64)), k * whole, side="right"))
-        if kept < len(rising):  # the largest that is not kept is here, and all of its size go with it
-            at = at[may > rising[-1 - kept]]
-            break
-    return at, row[at].astype(np.float64), whole
+    n, d = sizes.shape
+    floor = np.sqrt((1 - k) * whole / d) * (1 - 1e-4)
+    lowest = floor
+    if d >= _FEWEST:
+        sample = np.sort(sizes[:, ::_EVERY], axis=1)
+        small = np.cumsum(sample * sample, axis=1) < ((1 - k) * whole / _EVERY)[:, None]
+        lowest = np.maximum(floor, 0.85 * sample[np.arange(n), np.minimum(small.sum(axis=1), sample.shape[1] - 1)])
+    lowest = np.where(whole > 0, lowest, np.inf).astype(sizes.dtype)
+    at = np.flatnonzero(sizes >= lowest[:, None])
+    large = sizes.ravel()[at]
+    ends = np.searchsorted(at, np.arange(n + 1) * d)
+    limits = np.zeros(n, sizes.dtype)
+    for i, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+        if whole[i] > 0:
+            limit = largest_that_goes(large[begin:end], k * whole[i])
+            if limit is None:
+                limit = largest_that_goes(sizes[i][sizes[i] >= floor[i]], k * whole[i])
+            limits[i] = -1.0 if limit is None else limit  # rounding: all of it may stay
+    return limits
+
+
+def largest_that_goes(sizes: np.ndarray, most: float) -> float | None:
+    """The largest that is not kept where the largest squares are, up to a sum of `most`; None: all are."""
+    rising = np.sort(sizes)
+    kept = int(np.searchsorted(np.cumsum(np.square(rising[::-1], dtype=np.float64)), most, side="right"))
+    return float(rising[-1 - kept]) if kept < len(rising) else None
 
 
 def largest_dropped(rows: Tensor, k: float) -> Tensor:
@@ -199,6 +230,10 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
 def _squared_norms(rows: Tensor) -> Tensor:
     """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
     whole = rows.shape[1] // 512 * 512
-    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, 512)), dim=2) if whole else rows[:, :0]
-    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1)
-    return parts.to(torch.float64).square().sum(dim=1) + rest.to(torch.float64).square()
+    parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
+        with np.errstate(over="ignore", invalid="ignore"):
+            lengths = np.vecdot(parts.numpy(), parts.numpy()).sum(axis=1, dtype=np.float64)
+            return torch.from_numpy(lengths + np.vecdot(rest.numpy(), rest.numpy()))
+    norms = torch.linalg.vector_norm(parts, dim=2).to(torch.float64).square().sum(dim=1)
+    return norms + torch.linalg.vector_norm(rest, dim=1).to(torch.float64).square()

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg, subcommand
 
 from datalens.commands.common import DataFolder, Json, audited, synthetic_of
+from datalens.config import Classes, Grayscale, ImageSize, Label
 from datalens.errors import DatalensError
 
 _Epsilon = Annotated[float, arg(help="The claim under attack.")]
@@ -135,6 +136,10 @@ class AuditAttacks:
     """The real data set it was made from; its test split is held out."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
     count: int = 10_000
     """Synthetic images to attack, when a run is given."""
     records: int = 60_000
@@ -145,18 +150,23 @@ class AuditAttacks:
 
     def __call__(self) -> int:
         from datalens.datasets import formats
-        from datalens.evaluate import attacks
+        from datalens.datasets.own import Reading
+        from datalens.evaluate import attacks, owner_report
 
         if self.records < 1:
             raise DatalensError(f"--records must be at least 1, not {self.records}")
         dataset = synthetic_of(self.synthetic, self.count)
-        training = formats.load_some(self.data, most=self.records, folder=self.data_folder)
-        held_out = formats.load(self.data, "test", folder=self.data_folder)
+        reading = Reading.of(self)
+        training = formats.load_some(self.data, most=self.records, folder=self.data_folder, reading=reading)
+        held_out = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
         shadows = None
         if self.shadows:
             shadows = attacks.shadows_of(self.synthetic, training, held_out, dataset, count=self.shadows)
         result = attacks.report(dataset, training, held_out, shadows=shadows)
-        return audited(result, attacks.report_lines(result), json=self.json)
+        lines = attacks.report_lines(result)
+        if (self.synthetic / "config.json").is_file():  # a run: `datalens report` shows it to the owner
+            owner_report.keep(self.synthetic, owner_report.AUDIT, {"attacks": {**result, "lines": lines}})
+        return audited(result, lines, json=self.json)
 
 
 Audit = (

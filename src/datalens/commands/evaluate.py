@@ -7,6 +7,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from datalens.commands.common import DataFolder, Json, show, synthetic_of
+from datalens.config import Classes, Grayscale, ImageSize, Label
 from datalens.errors import DatalensError
 
 
@@ -20,6 +21,10 @@ class Evaluate:
     """The real data set to test on."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
     measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
@@ -47,6 +52,8 @@ class Evaluate:
 
     def __call__(self) -> int:
         from datalens.datasets import formats
+        from datalens.datasets.own import Reading
+        from datalens.datasets.records import Dataset
         from datalens.evaluate import measures
         from datalens.evaluate.classifiers import UTILITY
         from datalens.training import choose_device
@@ -57,11 +64,11 @@ class Evaluate:
         if min(self.sizes, default=1) < 1:
             raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
         needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
-        test = formats.load(self.data, "test", folder=self.data_folder)
+        reading = Reading.of(self)
+        test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
         dataset = synthetic_of(self.synthetic, needed)
         settings = measures.Settings(
             data=self.data,
-            data_folder=None if self.data_folder is None else str(self.data_folder),
             sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
             seeds=self.seeds,
@@ -71,7 +78,11 @@ class Evaluate:
             real=self.real,
             judge_epochs=self.judge_epochs,
         )
-        bench = measures.Bench(dataset, test, settings, device=device, fresh=self.fresh)
+
+        def training(most: int) -> Dataset:
+            return formats.load_some(self.data, most=most, folder=self.data_folder, reading=reading)
+
+        bench = measures.Bench(dataset, test, training, settings, device=device, fresh=self.fresh)
         results = {}
         for name in names:
             results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]

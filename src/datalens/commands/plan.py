@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
-from datalens.config import MethodName, MomentSettings, Settings, TrainOptions, WarmStart
+from datalens.config import (
+    Classes,
+    Grayscale,
+    ImageSize,
+    Label,
+    MethodName,
+    MomentSettings,
+    RecordId,
+    Settings,
+    TrainOptions,
+    WarmStart,
+)
 from datalens.theory.choose import Suggestion
 
 _NOISE_OF_MOMENTS = (
@@ -21,12 +32,17 @@ _NOISE_OF_MOMENTS = (
 class Plan:
     """Show what `train` would do and what each part would cost. No record is read."""
 
-    data: Annotated[str, arg(metavar="NAME|FILE")]
-    """A named data set, or a file of your own."""
+    data: Annotated[str, arg(metavar="NAME|PATH")]
+    """A named data set, or a file or folder of your own."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file or folder: about how many records it has, declared public."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
     epsilon: float = 1.0
     delta: float = 1e-5
     relation: Literal["add-remove", "replace-one"] = "add-remove"
@@ -34,7 +50,7 @@ class Plan:
         Literal["exact", "rdp", "rdp-improved", "pld"] | None,
         arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
     ] = None
-    method: MethodName = "datalens"
+    method: MethodName | str = "datalens"
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
     """As for `train`."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
@@ -42,14 +58,19 @@ class Plan:
 
     def __call__(self) -> int:
         from datalens.datasets import formats
+        from datalens.datasets.own import Reading
+        from datalens.guidance import expect
         from datalens.peers.settings import PeerSettings
         from datalens.plan import costs, make_plan, suggestion, warnings
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder)
+        reading = Reading.of(self)
+        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
+        looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         parts = costs(settings, schema, budget)
+        expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
         if isinstance(settings, PeerSettings):
             how, signal = settings.said(), settings.signal
         elif isinstance(settings, MomentSettings):
@@ -58,8 +79,9 @@ class Plan:
             how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
         suggested = suggestion(settings)
         lines = [
-            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; nothing has been read.",
+            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
+            *(f"expect: {line}" for line in expected),
             "",
             f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
             *(
@@ -72,11 +94,11 @@ class Plan:
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
             *(["", _advice(suggested, settings)] if suggested and isinstance(settings, Settings) else ()),
-            *(f"warning: {line}" for line in warnings(budget, schema)),
+            *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
-        fields["public"] = schema.as_dict()
+        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
         if suggested:
             fields["suggested"] = suggested.as_dict()
         show(fields, lines, json=self.json)

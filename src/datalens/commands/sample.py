@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from datalens.commands.common import Json, release_of, show
 
@@ -19,6 +19,10 @@ class Sample:
     """synth.npz, synth.parquet, or a folder/ of PNG files."""
     count: int = 10_000
     """How many images. Classes come as often as records of them were counted, where the release has counts."""
+    only: Annotated[
+        tuple[str, ...], arg(name="class", metavar="NAME|NUMBER …", help_behavior_hint="(default: all)")
+    ] = ()
+    """Images of this class only, or of these: --class 3 5."""
     balanced: bool = False
     """As many images of every class."""
     seed: int = 0
@@ -40,6 +44,7 @@ class Sample:
             count=self.count,
             seed=self.seed,
             balanced=self.balanced,
+            labels=self.only or None,
             device=choose_device(self.device),
         )
         synthetic.save(dataset, self.out, force=self.force)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from datalens.commands.common import EXIT_INTERRUPTED, DataFolder, Json, show
+from datalens.config import Classes, Grayscale, ImageSize, Label, RecordId
 
 _SOLVED = arg(metavar="FLOAT", help_behavior_hint="(default: solved for, from --epochs)")
 
@@ -19,12 +20,17 @@ class Sgd:
     Leave --sigma out, and the noise is solved for; give it and leave --epochs out, and as many steps are taken as fit.
     """
 
-    data: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(required unless --resume)")] = None
-    """A named data set (see `datalens data list`) or an .npz file."""
+    data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="(required unless --resume)")] = None
+    """A named data set (see `datalens data list`), or a file or folder of your own (docs/data.md)."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
     """For your own file: about how many records it has, declared public."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
     out: Path
     """Folder of the run. Its `release/` is what may be handed on; the rest is private."""
     epsilon: float = 1.0
@@ -61,6 +67,8 @@ class Sgd:
     """Of the model's first weights only. Samples and noise come from the operating system."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed samples and noise, for debugging: the run is stamped NOT PRIVATE."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The data set's own budget, over all runs on it (see `datalens budget`): this run is set aside in it first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
     """Continue the run in --out after an interruption."""

@@ -36,6 +36,7 @@ class ImageRecords:
     schema: Schema
     encoded: Callable[[], Iterator[Encoded]]
     crop: int | None = None  # side of the square that is cut out first; None: the largest there is
+    decoder: Callable[[bytes, str], np.ndarray] | None = None  # in the place of `decode`, for the user's own files
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)
@@ -45,6 +46,8 @@ class ImageRecords:
                     continue
 
                 def decoded(i: int, some: Encoded = some) -> np.ndarray:
+                    if self.decoder is not None:
+                        return self.decoder(some.read(i), some.names[i])
                     return decode(some.read(i), some.names[i], self.schema, self.crop)
 
                 def fill(rows: np.ndarray) -> None:

@@ -29,21 +29,31 @@ def parquet_records(
     files: Sequence[Path], schema: Schema, *, columns: Sequence[str], label: Labelling, crop: int | None = None
 ) -> ImageRecords:
     """One split. `columns`, in lower case, are what `label` needs."""
+    stream = encoded_rows(files, columns=columns, label=label)
+    return ImageRecords(schema=schema, encoded=lambda: stream(block_records(schema)), crop=crop)
+
+
+def encoded_rows(
+    files: Sequence[Path], *, columns: Sequence[str], label: Labelling, record_id: str | None = None
+) -> Callable[[int], Iterator[Encoded]]:
+    """So many rows at a time, still encoded; without columns all are of class 0. `record_id`: the column that is, in
+    the place of `image.path`, the id of a record."""
     found = [(file, _columns(file, columns)) for file in files]
 
-    def encoded() -> Iterator[Encoded]:
+    def encoded(size: int) -> Iterator[Encoded]:
         start = 0
         for file, names in found:
-            for batch in _batches(file, ["image", *names.values()], block_records(schema)):
+            for batch in _batches(file, ["image", *names.values()], size):
                 values = {name: _values(batch, real, file) for name, real in names.items()}
-                labels = label(values)
-                yield _encoded(batch, file, start, labels)
+                ids = None if record_id is None else [str(one) for one in values[record_id].tolist()]
+                labels = label(values) if values else np.zeros(batch.num_rows, np.int64)
+                yield _encoded(batch, file, start, labels, ids)
                 start += batch.num_rows
 
-    return ImageRecords(schema=schema, encoded=encoded, crop=crop)
+    return encoded
 
 
-def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray) -> Encoded:
+def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[str] | None) -> Encoded:
     member = np.flatnonzero(labels >= 0)
     image = batch.column("image")
     try:
@@ -61,7 +71,7 @@ def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray) -> Encoded:
     return Encoded(
         index=start + member.astype(np.int64),
         labels=labels[member].astype(np.int64),
-        ids=[paths[i] or None for i in member.tolist()],
+        ids=[(ids[i] if ids else paths[i]) or None for i in member.tolist()],
         names=names,
         read=read,
     )

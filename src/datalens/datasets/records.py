@@ -71,7 +71,7 @@ def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
 
 
 def id_key(identity: object) -> bytes:
-    return b"id:" + str(identity).encode()
+    return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
 
 
 def content_key(image: np.ndarray) -> bytes:
@@ -87,8 +87,15 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     """The records in memory: all of them, or `most` of them, drawn at random. For test sets and for small sets."""
     if isinstance(records, Dataset) and (most is None or most >= len(records.images)):
         return records
-    order = None if most is None else _draw(_count(records), most, seed)
-    blocks = list(records.blocks(_all if order is None else _those(order)))
+    order = None if most is None else draw(_count(records), most, seed)
+    ids: list[bytes] = []  # of persons, where these are the units
+
+    def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        if records.schema.by_person:
+            ids.extend(keys)
+        return np.zeros(len(index), dtype=np.int64)
+
+    blocks = list(records.blocks(everyone if order is None else _those(order)))
     schema = records.schema
     shape = (0, schema.height, schema.width, schema.channels)
     images = np.concatenate([block.images for block in blocks] or [np.zeros(shape, np.uint8)])
@@ -96,13 +103,9 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     if not len(images):
         raise DatalensError(f"there is no record of {schema.name} in what was given")
     if order is None:
-        return Dataset(schema=schema, images=images, labels=labels)
+        return Dataset(schema=schema, images=images, labels=labels, ids=np.array(ids, object) if ids else None)
     as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
     return Dataset(schema=schema, images=images[as_drawn], labels=labels[as_drawn])
-
-
-def _all(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-    return np.zeros(len(index), dtype=np.int64)
 
 
 def _those(which: np.ndarray) -> Choose:
@@ -132,7 +135,8 @@ def _count(records: Records) -> int:
     return asked
 
 
-def _draw(count: int, most: int, seed: int) -> np.ndarray:
+def draw(count: int, most: int, seed: int) -> np.ndarray:
+    """Numbers of `most` of them, at random; all where there are no more."""
     if most >= count:
         return np.arange(count)
     return np.random.default_rng(seed).choice(count, most, replace=False)

@@ -7,6 +7,9 @@ Under the add/remove relation the number of records is itself private, so a plan
 from dataclasses import asdict, dataclass
 from typing import Any
 
+READ_OFF = "read off the data, and declared public by the owner"  # how a note begins that says of what this is so
+IMAGE, PERSON = "image", "person (all images with the same record id)"  # what is protected as a whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
@@ -19,7 +22,7 @@ class Schema:
     classes: tuple[str, ...]
     nominal_size: int
     value_range: tuple[float, float] = (0.0, 1.0)
-    record_unit: str = "image"
+    record_unit: str = IMAGE  # the nominal size counts these
     note: str = ""  # what a reader must know about the data set, such as that it stands in for another
 
     @property
@@ -30,6 +33,16 @@ class Schema:
     @property
     def dimensions(self) -> int:
         return self.channels * self.height * self.width
+
+    @property
+    def read_off(self) -> bool:
+        """Whether some of this was not declared beforehand."""
+        return self.note.startswith(READ_OFF)
+
+    @property
+    def by_person(self) -> bool:
+        """Whether a person, with all of their images, is what is protected; their id is then every record's key."""
+        return self.record_unit == PERSON
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it; without an empty note, as releases had it before there were notes."""

@@ -260,6 +260,7 @@ def _shadow(
         np.savez(file, images=pool.images[chosen], labels=pool.labels[chosen], classes=np.array(pool.schema.classes))
         known = {name: value for name, value in options.items() if name in TrainOptions.__dataclass_fields__}
         known |= {"data": str(file), "data_folder": None, "nominal_size": size, "out": out, "seed": seed}
+        known |= {"label": None, "classes": None, "image_size": None, "grayscale": False, "record_id": None}
         known |= {"teachers": max(1, round(teachers_each * size)), "epsilon": float(options["epsilon"])}
         if train(TrainOptions(**known))["interrupted"]:
             raise KeyboardInterrupt  # it ends the run in good order, and the attack with it

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from datalens.datasets import formats
 from datalens.datasets.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import cache, features, judge, utility
@@ -42,7 +41,6 @@ class Settings:
     """How to measure. `real`: training images to compare with and to train the judge on, at most."""
 
     data: str
-    data_folder: str | None = None
     sizes: tuple[int, ...]
     classifiers: tuple[ClassifierName, ...] = ("paper",)
     seeds: int = 3
@@ -67,19 +65,23 @@ _USED = {
 
 
 class Bench:
-    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed."""
+    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed.
+
+    `training`: so many training records at most, drawn at random.
+    """
 
     def __init__(
         self,
         synthetic: SyntheticDataset,
         test: Dataset,
+        training: Callable[[int], Dataset],
         settings: Settings,
         *,
         device: torch.device | str,
         fresh: bool = False,
     ) -> None:
         self.synthetic, self.test, self.settings = synthetic, test, settings
-        self.device, self.fresh = device, fresh
+        self.device, self.fresh, self._some = device, fresh, training
 
     def measure(self, name: Measure) -> dict[str, Any]:
         """Date, settings and values."""
@@ -112,12 +114,11 @@ class Bench:
     @cached_property
     def _few(self) -> Dataset:
         """As many training images as synthetic ones at most: what utility compares with."""
-        most = min(max(self.settings.sizes), len(self.synthetic.images))
-        return formats.load_some(self.settings.data, most=most, folder=self.settings.data_folder)
+        return self._some(min(max(self.settings.sizes), len(self.synthetic.images)))
 
     @cached_property
     def _training(self) -> Dataset:
-        return formats.load_some(self.settings.data, most=self.settings.real, folder=self.settings.data_folder)
+        return self._some(self.settings.real)
 
     @cached_property
     def _judge(self) -> judge.Judge:
@@ -250,9 +251,8 @@ def _inception_lines(found: dict[str, Any]) -> list[str]:
 
 def _fid_lines(found: dict[str, Any]) -> list[str]:
     said = [
-        f"FID {found['fid']:.3f} ({found['synthetic']} synthetic against {found['real']} real images); "
-        f"{found['held_out']} held-out real images: {found['fid_real']:.3f}",
-        f"in these features: {found['features']}",
+        f"FID {found['fid']:.3f} ({found['features']}; {found['synthetic']} synthetic against {found['real']} real "
+        f"images); {found['held_out']} held-out real images: {found['fid_real']:.3f}",
     ]
     if not found["enough"]:
         said.append("there are fewer images than features: this FID is mostly bias, ask for more with --count")
@@ -264,8 +264,8 @@ def _faithfulness_lines(found: dict[str, Any]) -> list[str]:
     four = ("precision", "recall", "density", "coverage")
     missing = f"; no image of {', '.join(balance['missing'])}" if balance["missing"] else ""
     return [
-        ", ".join(f"{name} {found[name]:.3f} (held-out real images: {real[name]:.3f})" for name in four),
-        f"in these features: {found['features']}",
+        ", ".join(f"{name} {found[name]:.3f} (held-out real images: {real[name]:.3f})" for name in four)
+        + f" ({found['features']})",
         f"distance to training images is {near['ratio']:.4f} (95 %: {near['interval'][0]:.4f} to "
         f"{near['interval'][1]:.4f}) of that to as many held-out images; by chance: {near['chance'][0]:.4f} to "
         f"{near['chance'][1]:.4f}; copies of training images: {near['copies']}, of held-out ones: "

@@ -13,25 +13,28 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from datalens.basis import Basis, make_basis
 from datalens.bounded.contributions import Contributions, Gradients
 from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
+from datalens.bounded.third_party import PerTeacher
 from datalens.bounded.topk_sign import TopKSign
 from datalens.codes import Rotation, Sketch
-from datalens.config import Settings
+from datalens.config import COMPRESSORS, Settings
 from datalens.crowd import Crowd
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import BudgetExceeded
+from datalens.plugins import compressor
 from datalens.privacy.mechanisms import Mechanism
 from datalens.private.networks import Network, network_named
 from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
-from datalens.released.decode import Decode
+from datalens.released.decode import Decode, agreement
 from datalens.released.generator import dcgan_architecture
 from datalens.released.student import Student
 from datalens.runs import Run
@@ -77,7 +80,8 @@ def train(
                 break  # an interruption cost a release: the run ends with fewer steps, never over budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
-        run.log(step, teacher_loss=loss, mean_vote=float(abs(noisy.value).mean()) / s.teachers)
+        agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
+        run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise)
     return student
 
 
@@ -119,6 +123,15 @@ def make_teachers(shares: Shares, settings: Settings, schema: Schema, *, chunk: 
 def make_compress(settings: Settings) -> Callable[[Gradients], Contributions]:
     """From a teacher's gradient to its row."""
     s = settings
+    if s.compress not in COMPRESSORS:
+        theirs = compressor(s.compress)[0]
+        return PerTeacher(
+            row=lambda gradient, uniform: theirs.row(gradient, uniform, s),
+            l2_bound=s.l2_bound,
+            cells=s.cells,
+            whole_numbers=theirs.whole_numbers,
+            seed=s.seed,
+        )
     if s.compress == "klevel":
         return KLevel(levels=s.levels, clip=s.clip, seed=s.seed, size=s.basis_size)
     votes = TopKSign(k=s.k, clip=s.clip, quantise=s.compress != "topk", seed=s.seed)
@@ -134,8 +147,15 @@ def make_decode(settings: Settings, schema: Schema) -> Decode:
         unpack = partial(Rotation(s.basis_size, s.seed).inverse, scale=1 / (s.levels - 1))
     if s.compress == "sketch":
         unpack = partial(Sketch(s.basis_size, s.sketch_rows, s.sketch_columns, s.seed).heaviest, k=s.k)
+    theirs = None if s.compress in COMPRESSORS else compressor(s.compress)[0].unpack
+    if theirs is not None:
+        unpack = partial(_unpacked, theirs, s)
     basis = make_basis(s.basis, schema.shape, s.basis_size)
     return Decode(rule=s.decode, beta=s.beta, teachers=s.teachers, basis=basis, unpack=unpack)
+
+
+def _unpacked(theirs: Callable[[Tensor, Settings], Tensor], s: Settings, votes: Tensor) -> Tensor:
+    return theirs(votes, s)
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector
+from datalens.bounded.persons import sum_persons
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps, poisson_sample
@@ -192,6 +193,7 @@ class PrivateOptimizer(DPOptimizer):
         self.plan, self.gate = plan, gate
         self._batches = batches
         self._sum: BoundedSum | None = None  # of the parts of a batch so far
+        self.whose: torch.Tensor | None = None  # of each image of a batch, where persons are the units
         self.taken = 0
 
     def epsilon_spent(self) -> str:
@@ -211,7 +213,11 @@ class PrivateOptimizer(DPOptimizer):
                     "there were two backward passes without a step: call optimizer.step() and optimizer.zero_grad() "
                     "for every batch; for batches that do not fit into memory use opacus's BatchMemoryManager"
                 )
-        self._sum = self.plan.compress.sum([p.grad_sample for p in self.params], onto=self._sum)
+        gradients = [p.grad_sample for p in self.params]
+        if self.whose is None:
+            self._sum = self.plan.compress.sum(gradients, onto=self._sum)
+        else:
+            self._sum = sum_persons(self.plan.compress, gradients, self.whose, onto=self._sum)
         for p in self.params:
             p.grad_sample = None  # used once
 

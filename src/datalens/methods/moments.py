@@ -35,7 +35,7 @@ from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.privacy.released import Released
 from datalens.private.moments import RecordRows
-from datalens.progress import bar, say
+from datalens.progress import say
 from datalens.released import moments as released
 from datalens.runs import Run
 from datalens.texture import Texture
@@ -51,11 +51,11 @@ def train(run: Run, records: RecordRows, settings: MomentSettings) -> released.M
     classes, floor = len(schema.classes), smallest_class(schema)
     grid = {"grid": s.grid}
     counting = {"grid": s.grid, "counted": s.counted}
-    with bar("private moments", len(s.releases)) as (progress, task):
+    with run.watched("private moments", len(s.releases)) as seen:
 
         def ask(name: str, total: Callable[[], BoundedSum]) -> Released:
             answer = _ask(run, s, name, total)
-            progress.advance(task)
+            seen.done(run.completed)
             return answer
 
         view = records.coordinates

@@ -67,7 +67,7 @@ def _train(
             run.journal.save(noisy)
         student.learn(fakes, noisy)
         run.log(step, teacher_loss=loss, real=float(noisy.value[:, 1].mean()) / s.teachers)
-    return student.generator
+    return student.averaged()
 
 
 def make_teachers(shares: Shares, s: PateGanSettings, schema: Schema) -> Teachers:
@@ -102,6 +102,8 @@ def make_student(s: PateGanSettings, schema: Schema, device: torch.device) -> Cr
         generator_steps=s.generator_steps,
         generator_batch=s.generator_batch,
         generator_rate=s.generator_rate,
+        average=s.average,
+        spread=s.spread,
         seed=s.seed,
         device=device,
     )

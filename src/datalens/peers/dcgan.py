@@ -48,7 +48,7 @@ class DcganSettings(PeerSettings):
         return f"{self.steps} steps of {self.batch} images, no noise"
 
 
-EPOCHS = 40
+EPOCHS = 10
 
 
 def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> DcganSettings:

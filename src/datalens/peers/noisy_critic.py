@@ -86,16 +86,16 @@ def _event(sigma: float, values: dict[str, Any], *, seeded: bool) -> SubsampledG
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dpgan": {
-        "steps": 100,
+        "steps": 20,
         "block": 100,
         "critic_steps": 5,
-        "batch": 512,
+        "batch": 4096,
         "clip": 1.0,
         "fakes": 512,
-        "weight_clip": 0.05,
+        "weight_clip": 0.1,
         "width": 32,
-        "critic_rate": 5e-4,
-        "generator_rate": 5e-4,
+        "critic_rate": 2e-4,
+        "generator_rate": 2e-4,
         "latent": 100,
         "slim": 1,
         "average": 0.99,

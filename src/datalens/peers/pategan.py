@@ -29,6 +29,8 @@ class PateGanSettings(EnsembleSettings):
     generator_steps: int
     generator_batch: int
     generator_rate: float
+    spread: float  # weight of the term that keeps images of one label apart
+    average: float  # of the generator's weights, over its steps
 
     @property
     def sigma(self) -> float:
@@ -88,12 +90,12 @@ class PateGanSettings(EnsembleSettings):
 
 def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> PateGanSettings:
     quick = preset == "quick"
-    values = teacher_values(options, schema, records_each=60 if quick else 15)
+    values = teacher_values(options, schema, records_each=60)
     classes = len(schema.classes)
-    values = {"steps": 100 if quick else 600, "batch": max(2, classes * max(1, 100 // classes))} | values
+    values = {"steps": 60 if quick else 110, "batch": max(2, classes * max(1, 100 // classes))} | values
     values |= {"votes": "relative", "labels": "counts", "jitter": 0.3, "memory": 10, "width": 32}
     values |= {"critic_steps": 15, "critic_rate": 3e-3, "generator_steps": 2, "generator_rate": 3e-4}
-    values |= {"generator_batch": 20 if quick else 64}
+    values |= {"generator_batch": 20, "average": 0.9, "spread": 0.03}
     noise, scale = _noise(options, budget, steps=values["steps"], batch=values["batch"])
     return PateGanSettings(**common(options, preset), noise=noise, scale=scale, **values)
 

@@ -38,9 +38,11 @@ class PeerSettings:
     noise_seeded: bool
     noise: NoiseName
     steps: int  # of the run: checkpoints lie between them
+    plugins: str = ""  # where the method is another package's: which
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        return fields if self.plugins else {name: value for name, value in fields.items() if name != "plugins"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

@@ -1,13 +1,18 @@
 """Every method besides DataLens, in one table: its settings, its plan, and the file of `methods/` that does it."""
 
+import dataclasses
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from datalens.config import SPECIFIC, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers import dcgan, dpmerf, ensembles, gpate, gswgan, noisy_critic, pategan
 from datalens.peers.settings import PeerSettings
+from datalens.plugins import available, named
+from datalens.presets import PRESETS as PRESETS_OF_OURS
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 
@@ -16,7 +21,7 @@ PRESETS = ("paper", "quick")
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """`module` of `methods/` has two functions:
+    """`module` of `methods/` (or, of another package's method, any) has two functions:
 
     gather(records, settings, *, device) → what training needs of the records, with `count` and `fingerprint`;
     train(run, records, settings, *, device) → the generator to release.
@@ -71,9 +76,29 @@ METHODS: dict[str, Method] = {
 }
 
 
+def is_peer(name: str) -> bool:
+    """Whether it is one of these, or another package's."""
+    return name not in PRESETS_OF_OURS and (name in METHODS or name in available("methods"))
+
+
+def method_named(name: str) -> Method:
+    if name in METHODS:
+        return METHODS[name]
+    found = named("methods", name, ours=(*PRESETS_OF_OURS, *METHODS))
+    if not isinstance(found.value, Method):
+        raise DatalensError(f"--method {name} of {found.owner} is no datalens.peers.table.Method")
+    return found.value
+
+
+def code_of(name: str) -> Any:
+    """The module that does it: of `methods/`, or another package's."""
+    module = method_named(name).module
+    return importlib.import_module(f"datalens.methods.{module}" if name in METHODS else module)
+
+
 def make_peer_plan(options: TrainOptions, schema: Schema, budget: Budget) -> PeerSettings:
     """Every setting, from public facts."""
-    method = METHODS[options.method]
+    method = method_named(options.method)
     given = [name for name in SPECIFIC if (value := getattr(options, name)) is not None and value is not False]
     unknown = [name for name in given if name not in method.options]
     if unknown:
@@ -86,5 +111,8 @@ def make_peer_plan(options: TrainOptions, schema: Schema, budget: Budget) -> Pee
     if preset not in PRESETS:
         raise DatalensError(f"--preset {preset} is unknown to {options.method}: choose {' or '.join(PRESETS)}")
     settings = method.plan(options, preset, schema, budget)
+    if options.method not in METHODS:
+        owner = named("methods", options.method, ours=()).owner
+        settings = dataclasses.replace(settings, plugins=f"the method {options.method} of {owner}")
     settings.check(schema)
     return settings

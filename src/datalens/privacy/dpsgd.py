@@ -14,7 +14,7 @@ import numpy as np
 from datalens.bounded.contributions import BoundedSum
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import MOST_NOISE, Accountant
-from datalens.privacy.events import NoiseOrigin, SubsampledGaussianEvent
+from datalens.privacy.events import NoiseOrigin, RowUnit, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource
 from datalens.privacy.released import Released
@@ -35,6 +35,7 @@ class Schedule:
     steps: int
     unit: float
     l2_bound: float  # of a row: `unit`, and what rounding may add to it
+    row_unit: RowUnit = "record"  # who is in a sample or not, and has one row
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma <= MOST_NOISE:
@@ -46,7 +47,7 @@ class Schedule:
 
     def event(self, *, repeats: int, step: int, noise: NoiseOrigin) -> SubsampledGaussianEvent:
         return SubsampledGaussianEvent(
-            row_unit="record",
+            row_unit=self.row_unit,
             l2_bound=self.l2_bound,
             rate=self.rate,
             relation="add-remove",
@@ -101,7 +102,7 @@ class GradientGate:
 
     def release(self, contributions: BoundedSum) -> Released:
         """The sum with noise on every coordinate: which coordinates were kept is private too."""
-        if (contributions.l2_bound, contributions.row_unit) != (self.schedule.l2_bound, "record"):
+        if (contributions.l2_bound, contributions.row_unit) != (self.schedule.l2_bound, self.schedule.row_unit):
             raise ValueError("these rows are bounded by something else than the schedule says")
         if self.left == 0:
             self._charge()

@@ -184,6 +184,35 @@ class ConfidentGNMax:
         return np.rint(sigma * normal).astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThirdParty:
+    """A mechanism somebody else wrote: code inside the gate, which the certificate names. What can be checked, is.
+
+    | it | |
+    |---|---|
+    | charged nothing, or not exactly once | refused, and lost |
+    | charged for other rows, noise, step or relation than these | the same |
+    | drew its noise before the charge, or too little | cannot be seen from here |
+    """
+
+    mechanism: Mechanism
+    sigma: float
+
+    def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
+        before = len(ledger.events)
+        released = self.mechanism.release(contributions, ledger, step=step)
+        charged = ledger.events[before:]
+        expected = (contributions.row_unit, contributions.l2_bound, contributions.diameter, self.sigma, step)
+        if len(charged) != 1 or not isinstance(released, Released) or released.number != before:
+            raise DatalensError("--mechanism: the plug-in released something without charging for it, once: not used")
+        event = charged[0]
+        if released.event != event or not isinstance(event, GaussianEvent):
+            raise DatalensError("--mechanism: the plug-in was charged for another event than it released: not used")
+        if (event.row_unit, event.l2_bound, event.diameter, event.sigma, event.step) != expected:
+            raise DatalensError("--mechanism: the plug-in was charged for other rows or noise than these: not used")
+        return released
+
+
 def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:
     """No gate at all: whatever is learned from the records from here on may leave as it is, at the price of infinity.
 

@@ -101,7 +101,8 @@ class Shares:
                     rows.append(features(torch.from_numpy(block.images).to(device)))
                     labels.append(block.labels)
                     share.append(block.share)
-                    fingerprint = (fingerprint + block_fingerprint(block)) % FINGERPRINT_MODULUS
+                    part = block_fingerprint(block, shared=schema.by_person)
+                    fingerprint = (fingerprint + part) % FINGERPRINT_MODULUS
         return cls(
             rows,
             torch.from_numpy(np.concatenate(labels)).to(device),
@@ -139,11 +140,14 @@ class Shares:
         return self._rows.take(self._place[index]), self._labels[index]
 
 
-def block_fingerprint(block: Block) -> int:
-    """The sum of the records' hashes, as a number: sums over blocks, or machines, add up to that of the whole set."""
+def block_fingerprint(block: Block, *, shared: bool = False) -> int:
+    """The sum of the records' hashes, as a number: sums over blocks, or machines, add up to that of the whole set.
+
+    `shared`: and of whose they are, as far as `choose` answered that.
+    """
     total = 0
-    for index, label, image in zip(block.index, block.labels, block.images, strict=True):
-        digest = hashlib.sha256(np.array([index, label], dtype="<i8").tobytes())
+    for index, label, share, image in zip(block.index, block.labels, block.share, block.images, strict=True):
+        digest = hashlib.sha256(np.array([index, label, share][: 3 if shared else 2], dtype="<i8").tobytes())
         digest.update(image.tobytes())
         total += int.from_bytes(digest.digest(), "little")
     return total % FINGERPRINT_MODULUS

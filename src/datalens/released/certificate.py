@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import REAL_ROWS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
-from datalens.datasets.schema import Schema
+from datalens.config import COMPRESSORS, RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
+from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
+from datalens.pages import MOST_BYTES, REPORT, seal_problem
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import (
@@ -48,6 +49,16 @@ DECLARED_PUBLIC = (
     "all settings of the run, and the seed of its training randomness (not of its noise)",
     "the number of releases, and what each cost (the ledger)",
 )
+
+
+def declared_public(schema: Schema) -> list[str]:
+    """And how it came to be known, where it was read off the data."""
+    said = list(DECLARED_PUBLIC)
+    if schema.by_person:
+        said[1] = said[1].replace("records", "persons")
+    return [*said, schema.note] if schema.read_off else said
+
+
 CHAIN = (
     "Hashes and the chain of the ledger detect accidents and careless edits. They do not detect an owner who rewrites "
     "all of it: that the ledger is the whole truth is the owner's word."
@@ -84,39 +95,54 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
         "accountant": budget.accountant,
         "privacy_unit": f"one {schema.record_unit}",
         "mechanism": {
-            **_mechanism_of(settings, budget),
+            **_mechanism_of(settings, budget, by_person=schema.by_person),
             "noise": _noise_of(settings),
             "price": _price_of(settings),
             "events": len(events),
         },
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
-        "declared_public": list(DECLARED_PUBLIC),
-        "not_covered": list(NOT_COVERED),
+        "declared_public": declared_public(schema),
+        "not_covered": [*NOT_COVERED, *_third_party(settings)],
         "chain": CHAIN,
         "settings": settings.as_dict(),
     }
 
 
-def _mechanism_of(settings: AnySettings, budget: Budget) -> dict[str, str]:
+def _third_party(settings: AnySettings) -> tuple[str, ...]:
+    plugins = getattr(settings, "plugins", "")
+    said = f"{plugins}: not part of datalens, and not checked by it; the guarantee holds if that code does what it says"
+    return (said,) if plugins else ()
+
+
+def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
     if isinstance(settings, PeerSettings):
         return settings.mechanism(budget)
+    if isinstance(settings, Settings) and settings.plugins:
+        return {
+            "name": f"sum of teachers' bounded rows with Gaussian noise (TopAgg), with {settings.plugins}",
+            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
+        }
     if isinstance(settings, Settings):
         return {
             "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
-            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
+            "sensitivity": f"{_lengths(settings)} per event: one {'person' if by_person else 'record'} changes one "
+            "teacher's row",
         }
     if isinstance(settings, SgdSettings):
         kept = {"norm": "the largest squares, up to topk of the norm", "dim": "a share topk of the coordinates"}
         return {
-            "name": "sums of per-record gradients over Poisson samples with Gaussian noise (DP-SGD, TopAgg); kept: "
-            + kept.get(settings.selector, "all"),
+            "name": f"sums of {'mean gradients of persons' if by_person else 'per-record gradients'} over Poisson "
+            "samples with Gaussian noise (DP-SGD, TopAgg); kept: " + kept.get(settings.selector, "all"),
             "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
         }
     moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
+    rows = (
+        "one person has one row, over all images and classes" if by_person else "one record has one row, in the cells "
+    )
     return {
         "name": "class sums and covariances of bounded rows with Gaussian noise (private moments)",
-        "sensitivity": f"{moved} per event: one record has one row, in the cells of its class",
+        "sensitivity": f"{moved} per event: {rows}" + ("" if by_person else "of its class"),
     }
 
 
@@ -125,6 +151,8 @@ _ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clip
 
 
 def _lengths(settings: Settings) -> str:
+    if settings.compress not in COMPRESSORS:
+        return "2·(the longest row that the plug-in states)"
     lengths = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
     return lengths.get(settings.compress, "2·sqrt(k·batch)")
 
@@ -134,7 +162,7 @@ def _noise_of(settings: AnySettings) -> str:
         return settings.noise_said()
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.compress in REAL_ROWS)
+    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.real_rows)
     return "floating point (see docs/privacy.md)" if real else "rounded to integers"
 
 
@@ -237,7 +265,7 @@ def check_release(release: Path) -> Verification:
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
-    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE}):
+    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE, REPORT}):
         if name not in hashes:
             problems.append(f"{name} is not part of what was certified")
         elif Path(name).name != name or not (release / name).is_file() or _file_hash(release / name) != hashes[name]:
@@ -251,7 +279,7 @@ def check_release(release: Path) -> Verification:
     if not spent <= budget.epsilon:
         problems.append(f"the ledger adds up to {budget.describe(spent)}, over its budget of {budget.epsilon:g}")
     problems += _disagreements(certificate, budget, events, spent)
-    problems += _page_problems(release, certificate)
+    problems += _page_problems(release, certificate) + _report_problems(release, certificate)
     return Verification(
         problems=tuple(problems),
         budget=budget,
@@ -283,6 +311,7 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
             found = _impossible_sgd(settings, schema, events)
         else:
             found = _impossible(settings, budget, events)
+        found += _wrong_unit(settings, schema, events)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
         return [f"the certificate holds something that cannot be read ({type(error).__name__})"]
     if not math.isclose(stated, spent, rel_tol=1e-9, abs_tol=1e-12):
@@ -316,6 +345,16 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
     return [] if same else [f"{PAGE} does not say what {CERTIFICATE} says"]
 
 
+def _report_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
+    """The page for people is not certified, it may be written anew; but it must be whole, and of this certificate."""
+    if not (release / REPORT).exists():
+        return []
+    if not (release / REPORT).is_file() or (release / REPORT).stat().st_size > MOST_BYTES:
+        return [f"{REPORT} is not a page of ours"]
+    problem = seal_problem((release / REPORT).read_bytes(), str(certificate["sha256"].get("certificate")))
+    return [] if problem is None else [f"{REPORT} {problem}"]
+
+
 def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
     """Settings under which this ledger cannot have come about."""
     found = []
@@ -341,6 +380,18 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
     return found
 
 
+def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
+    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too."""
+    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent)}
+    if schema.by_person and "record" in units:
+        return ["the ledger was charged for single images, not for persons with all of theirs"]
+    if schema.by_person and getattr(settings, "shares", "") == "balanced":
+        return ["shares by position do not keep a person's images together"]
+    if schema.record_unit not in (IMAGE, PERSON) or (not schema.by_person and "person" in units):
+        return [f"the certificate protects one {schema.record_unit}, the ledger was charged for {' and '.join(units)}"]
+    return []
+
+
 def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
     """The same for a run from moments: which releases there can be, and how long a record's row is in each."""
     found = []
@@ -349,7 +400,7 @@ def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[
     # Texture may be missing where an interruption had spent its part.
     if not {0, 1, 2, 3} <= {event.step for event in gaussian} <= set(expected) or len(gaussian) != len(events):
         found.append("the ledger has other releases than the settings state")
-    if any(event.row_unit != "record" or event.l2_bound != expected.get(event.step) for event in gaussian):
+    if any(event.row_unit != settings.unit or event.l2_bound != expected.get(event.step) for event in gaussian):
         found.append("the ledger was charged for rows of another length than the settings state")
     apart = {RELEASES.index(name): settings.diameter(name) for name in settings.releases}
     if any(event.diameter < apart.get(event.step, math.inf) for event in gaussian):
@@ -382,8 +433,9 @@ def _impossible_sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, 
     """The same for a run of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
     found = []
     steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
-    if len(steps) != len(events) or any(event.row_unit != "record" for event in steps):
-        found.append("the ledger has other events than steps over sampled records")
+    unit = "person" if schema.by_person else "record"
+    if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
+        found.append(f"the ledger has other events than steps over sampled {unit}s")
     if any(event.sigma != settings.sigma * settings.bound for event in steps):
         found.append("the settings state another sigma, topk or clip than the ledger")
     if any(event.l2_bound < settings.bound for event in steps):

@@ -1,9 +1,11 @@
 """From released vote sums to directions in image space. Post-processing: it costs no privacy."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,3 +67,15 @@ class Decode:
             at = self.beta * self.teachers
             directions = (votes.abs() >= at) * votes.sign()  # a sum of exactly 0 points nowhere, even at β = 0
         return Direction(value=self.basis.inverse(directions))
+
+
+def agreement(released: Released, *, teachers: int, longest: float) -> tuple[float, float]:
+    """How long the sum of rows is, noise taken off, as a part of what it would be if all teachers said the same.
+
+    From the released value alone. And what noise by itself hardly ever passes (two standard deviations of the square):
+    below that, nothing can be told.
+    """
+    value, variance = released.value.astype(np.float64), released.event.sigma**2
+    signal = float(np.square(value).sum()) - value.size * variance
+    whole = teachers * longest
+    return math.sqrt(max(signal, 0.0)) / whole, math.sqrt(2 * math.sqrt(2 * value.size) * variance) / whole

@@ -41,19 +41,21 @@ class CriticStudent:
         generator_steps: int,
         generator_batch: int,
         generator_rate: float,
+        average: float,
+        spread: float,
         seed: int,
         device: torch.device,
     ) -> None:
         self.generator: Generator = fresh_generator(shape, classes, latent=latent, seed=seed).to(device)
         initialise_critic(critic, streams.generator(seed, "critic"))
         self._critic = Learner(critic.to(device), rate=critic_rate)
-        self._student = Learner(self.generator, rate=generator_rate)
+        self._student = Learner(self.generator, rate=generator_rate, average=average)
         self._teachers = teachers
         self._labels = labels
         self._batch, self._classes = batch, classes
         self._jitter, self._basis = jitter, make_basis("dct", shape, JITTERED)
         self._critic_steps, self._generator_steps = critic_steps, generator_steps
-        self._generator_batch = generator_batch
+        self._pairs, self._spread = max(1, generator_batch // 2), spread
         self._seed, self._device = seed, device
         # What was asked and answered lately, to learn from again.
         self._images = torch.zeros(memory * batch, *shape, device=device)
@@ -86,9 +88,15 @@ class CriticStudent:
             # Answers with noise may lie outside [0, 1]: the slope of this loss is sigmoid(says) − answer all the same.
             self._critic.step((F.softplus(says) - self._answers[some] * says).mean())
         for _ in range(self._generator_steps):
-            z = draw_latent(self._generator_batch, self.generator.architecture, random).to(self._device)
-            labels = torch.randint(self._classes, (self._generator_batch,), generator=random).to(self._device)
-            self._student.step(F.softplus(-critic(self.generator.train()(z, labels), labels)).mean())
+            z = draw_latent(2 * self._pairs, self.generator.architecture, random).to(self._device)
+            labels = torch.randint(self._classes, (self._pairs,), generator=random).repeat(2).to(self._device)
+            images = self.generator.train()(z, labels)
+            loss = F.softplus(-critic(images, labels)).mean()
+            self._student.step(loss + self._spread * _sameness(images, z))
+
+    def averaged(self) -> Generator:
+        """The generator with the average of its last weights: the one to release."""
+        return self._student.averaged()
 
     def _targets(self, released: Released) -> Tensor:
         """[m]: 1 for real and 0 for fake, by majority; or the part of the teachers that say real."""
@@ -117,6 +125,14 @@ class CriticStudent:
         for memory, name in ((self._images, "images"), (self._asked, "asked"), (self._answers, "answers")):
             memory.copy_(state[name])
         self._known = int(state["known"])
+
+
+def _sameness(images: Tensor, z: Tensor) -> Tensor:
+    """Of two halves of a batch with the same labels: how little images differ where latents do (Mao et al. 2019)."""
+    one, other = images.chunk(2)
+    first, second = z.chunk(2)
+    apart = (one - other).abs().mean() / (first - second).abs().mean()
+    return 1 / (apart + 1e-3)
 
 
 JITTERED = 64  # cosines along which images are moved before teachers are asked

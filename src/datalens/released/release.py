@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from datalens import streams
 from datalens.config import AnySettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.pages import REPORT
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
+from datalens.released import report
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, recalibrated
 from datalens.released.moments import MomentModel, Start
@@ -89,6 +91,7 @@ def write_folder(
     )
     (draft / certificates.PAGE).write_bytes(certificates.page_bytes(certificate))
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
+    (draft / REPORT).write_bytes(report.page(draft))
     for file in draft.iterdir():
         file.chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # weights come as 0600
         with open(file, "rb") as handle:
@@ -208,11 +211,18 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
 
 
 def sample(
-    release: Path, *, count: int, seed: int, balanced: bool = False, device: torch.device | str = "cpu"
+    release: Path,
+    *,
+    count: int,
+    seed: int,
+    balanced: bool = False,
+    labels: Sequence[int | str] | None = None,
+    device: torch.device | str = "cpu",
 ) -> SyntheticDataset:
     """`count` images; the same seed gives the same images on the same kind of device.
 
-    Classes come as often as records of them were counted, where a release has counts, or evenly.
+    Classes come as often as records of them were counted, where a release has counts, or evenly. `labels`: of these
+    classes only, by name or number.
     """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
@@ -224,20 +234,47 @@ def sample(
             f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
         )
     generator, names = load_generator(release)
-    images, labels = draw(generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced)
-    return SyntheticDataset(images=images, labels=labels, classes=names, certificate=certificate)
+    among = None if labels is None else numbers_of(labels, names)
+    images, found = draw(
+        generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
+    )
+    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate)
+
+
+def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]:
+    """Classes by name, or else by number; each once, in the order of the data set."""
+    numbers = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
+    unknown = [str(label) for label in labels if str(label) not in numbers]
+    if unknown or not len(labels):
+        some = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+        raise DatalensError(f"--class {' '.join(unknown)} is none of the {len(names)} classes: {some}")
+    return sorted({numbers[str(label)] for label in labels})
 
 
 def draw(
-    generator: AnyGenerator, *, count: int, seed: int, classes: int, balanced: bool = False
+    generator: AnyGenerator,
+    *,
+    count: int,
+    seed: int,
+    classes: int,
+    balanced: bool = False,
+    among: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, those there is data of."""
+    """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, or of those `among` them, as far as
+    there is data of them.
+    """
     random = streams.generator(seed, "sample")
-    known, sizes = torch.arange(classes), None
+    known, sizes = known_classes(generator, classes), None
     if not isinstance(generator, Generator):
-        among = generator.present < classes
-        among = among if bool(among.any()) else torch.ones_like(among)
-        known, sizes = generator.present[among], generator.sizes[among]
+        sizes = generator.sizes[torch.isin(generator.present, known)]
+    if among is not None:
+        wanted = torch.isin(known, torch.tensor(among))
+        missing = sorted(set(among) - set(known.tolist()))
+        if missing:
+            raise DatalensError(
+                f"there are no images of class {missing[0]}: at the budget of this release nothing could be said of it"
+            )
+        known, sizes = known[wanted], None if sizes is None else sizes[wanted]
     if balanced or sizes is None:
         labels = known[torch.arange(count) % len(known)]
     else:
@@ -249,6 +286,14 @@ def draw(
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
     return torch.cat(parts).numpy(), labels.numpy()
+
+
+def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:
+    """Of the first `classes` classes those there is data of; all there are if that is none of them."""
+    if isinstance(generator, Generator):
+        return torch.arange(classes)
+    among = generator.present < classes
+    return generator.present[among] if bool(among.any()) else generator.present
 
 
 def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,9 @@ from PIL import Image
 from datalens.datasets.parquet import check_unpacked
 from datalens.errors import DatalensError
 from datalens.progress import bar
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
 
 MAX_PIXELS = 2**31  # pixel values, channels counted: 2 GiB once decoded
 _MAX_TEXT_BYTES = 2**26  # class names, certificate: far above any real one
@@ -72,6 +75,29 @@ class SyntheticDataset:
         if not isinstance(self.certificate, dict):
             raise DatalensError("the certificate must be a JSON object")
 
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to_torch(self) -> "TensorDataset":
+        """Images as float32 [n, c, h, w] in [0, 1], and labels: for a torch DataLoader."""
+        import torch
+        from torch.utils.data import TensorDataset
+
+        images = torch.from_numpy(self.images).permute(0, 3, 1, 2).to(torch.float32) / 255
+        return TensorDataset(images, torch.from_numpy(self.labels))
+
+    def to_npz(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Arrays images, labels, classes and certificate: np.load(path)."""
+        save(self, _ending(path, ".npz"), force=force)
+
+    def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """PNG bytes and labels as Hugging Face datasets has them; the certificate is in the schema's metadata."""
+        save(self, _ending(path, ".parquet"), force=force)
+
+    def to_folder(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """A folder of PNG files a class, metadata.csv and certificate.json: Hugging Face's imagefolder."""
+        save(self, f"{os.fspath(path).rstrip(os.sep)}{os.sep}", force=force)
+
 
 def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write to `path`: .npz, .parquet, or else a folder. All of it appears at once, or nothing does.
@@ -106,6 +132,12 @@ def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool
         else:
             with suppress(OSError):  # mostly not there any more; and the first error is the one to tell
                 staging.unlink()
+
+
+def _ending(path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+    if _kind(path) != suffix:
+        raise DatalensError(f"{path} must end in {suffix}")
+    return path
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> None:

@@ -1,0 +1,279 @@
+"""DataLens from Python, in scikit-learn's habits: construct with plain values, `fit`, `sample`."""
+
+import math
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+from sklearn.base import BaseEstimator
+
+from datalens.config import TrainOptions
+from datalens.datasets.schema import READ_OFF, Schema
+from datalens.errors import DatalensError, TamperedError
+
+if TYPE_CHECKING:
+    from datalens.released.synthetic import SyntheticDataset
+
+Path_ = str | Path
+
+
+class Certificate:
+    """What a release guarantees: `epsilon` and `delta` of its budget, and all of certificate.json by its names."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    @property
+    def epsilon(self) -> float:
+        """Of the budget, which was fixed before training."""
+        return float(self._fields["budget"]["epsilon"])
+
+    @property
+    def delta(self) -> float:
+        return float(self._fields["budget"]["delta"])
+
+    @property
+    def epsilon_spent(self) -> float:
+        """For information; the guarantee is the budget's."""
+        return float(self._fields["epsilon_spent"])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"the certificate has no {name!r}") from None
+
+    def __repr__(self) -> str:
+        return f"<{self._fields['statement']}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self._fields)
+
+
+class DataLens(BaseEstimator):
+    """Private labelled images in, synthetic ones out, with a differential-privacy certificate.
+
+    epsilon, delta: the budget; delta well under 1 / number of records.
+    method, preset, warm_start, accountant, noise: as `datalens train` has them.
+    relation: add-remove (one record present or absent) or replace-one.
+    nominal_size: about how many records there are, declared public. Left out, the true number is declared public, with
+    a warning: under add-remove it is private, since whoever knows all other records can tell from it whether yours is
+    there. (Under replace-one it is public anyway.)
+    classes: the labels there can be, declared public. Left out, those that occur are.
+    name: of the data set, for the certificate.
+    seed: of training randomness. Privacy noise comes from the operating system.
+    budget: folder of the data set's own budget (see docs/budget.md).
+    out: folder to keep the private run in; an interrupted `fit` goes on there when it is called again.
+    options: any other option of `datalens train`, such as {"coordinates": 100}.
+
+    >>> from sklearn.datasets import load_digits
+    >>> from datalens import DataLens
+    >>> digits = load_digits()
+    >>> model = DataLens(epsilon=5.0, delta=1e-5, nominal_size=1800, classes=range(10), options={"texture": 0})
+    >>> model = model.fit(digits.images / 16, digits.target)
+    >>> synthetic = model.sample(100)
+    >>> synthetic.images.shape, synthetic.labels.shape
+    ((100, 8, 8, 1), (100,))
+    >>> model.certificate
+    <(5, 1e-05)-differentially private for one image present or absent (add-remove), priced by the exact accountant.>
+    >>> model.certificate.epsilon, model.certificate.delta, model.certificate.relation
+    (5.0, 1e-05, 'add-remove')
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        method: str = "datalens",
+        relation: Literal["add-remove", "replace-one"] = "add-remove",
+        nominal_size: int | None = None,
+        classes: Sequence[Any] | None = None,
+        name: str = "data",
+        preset: str | None = None,
+        warm_start: Literal["moments", "off"] | None = None,
+        accountant: Literal["exact", "rdp", "rdp-improved", "pld"] | None = None,
+        noise: Literal["discrete-gaussian", "gaussian"] | None = None,
+        seed: int = 0,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        budget: Path_ | None = None,
+        out: Path_ | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.method = method
+        self.relation = relation
+        self.nominal_size = nominal_size
+        self.classes = classes
+        self.name = name
+        self.preset = preset
+        self.warm_start = warm_start
+        self.accountant = accountant
+        self.noise = noise
+        self.seed = seed
+        self.device = device
+        self.budget = budget
+        self.out = out
+        self.options = options
+
+    def fit(self, images: Any, labels: Any = None) -> "DataLens":
+        """Train, and keep the release. Records are read, and not kept.
+
+        images: numpy or torch, uint8 or floats in [0, 1], [n, height, width] or with channels; or a Hugging Face
+        `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
+        labels: one an image, whole numbers or names; left out, all images are of one class.
+        """
+        from datalens.datasets.arrays import as_arrays, named_labels
+        from datalens.datasets.records import Dataset
+        from datalens.training import train
+
+        pixels, found, known = as_arrays(images, labels)
+        numbers, values = named_labels(found, known if self.classes is None else self.classes)
+        records = Dataset(schema=self._schema(pixels, values), images=pixels, labels=numbers)
+        home = tempfile.TemporaryDirectory(prefix="datalens-")  # for the owner's eyes only; gone with the model
+        run = Path(home.name) / "run" if self.out is None else Path(self.out)
+        train(self._asked(run), records=records)
+        if self.out is None:  # all but the release is private, and nobody asked for it
+            for path in run.iterdir():
+                if path.name != "release":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._keep(run / "release", home)
+        self.classes_ = np.array(values)
+        return self
+
+    def sample(
+        self,
+        n: int = 10_000,
+        *,
+        labels: Sequence[int | str] | None = None,
+        balanced: bool = False,
+        seed: int | None = None,
+    ) -> "SyntheticDataset":
+        """`n` synthetic images: `.images`, `.labels` (numbers into `classes_`), `.to_torch()`, `.to_parquet(path)`, …
+
+        labels: of these classes only, by name or number. balanced: as many of each class; else as often as they were
+        counted, where they were. The same seed gives the same images.
+        """
+        from datalens.released.release import sample
+
+        return sample(
+            self._release(), count=n, seed=self.seed if seed is None else seed, balanced=balanced, labels=labels
+        )
+
+    @property
+    def certificate(self) -> Certificate:
+        from datalens.released.certificate import read_certificate
+
+        return Certificate(read_certificate(self._release()))
+
+    def save(self, path: Path_, *, force: bool = False) -> None:
+        """The release: generator, certificate, ledger, a picture. All of it may be handed on."""
+        from datalens.released.certificate import CERTIFICATE
+
+        source, target = self._release(), Path(path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            if not force or not (target / CERTIFICATE).is_file():
+                raise DatalensError(f"{path} exists: choose another name, or, for a release, pass force=True")
+            shutil.rmtree(target)
+        shutil.copytree(source, target, dirs_exist_ok=True)
+
+    @classmethod
+    def load(cls, path: Path_) -> "DataLens":
+        """A release that `save` or `datalens train` wrote, once its certificate was found to stand."""
+        from datalens.released.certificate import check_release
+        from datalens.released.release import load_generator
+
+        release = Path(path)
+        found = check_release(release)
+        if found.problems:
+            raise TamperedError(f"the certificate of {path} does not stand: {found.problems[0]}")
+        model = cls()
+        home = tempfile.TemporaryDirectory(prefix="datalens-")  # a copy: the folder may change or go
+        model._keep(Path(shutil.copytree(release, Path(home.name) / "release")), home)
+        said = model.certificate
+        model.set_params(
+            epsilon=said.epsilon,
+            delta=said.delta,
+            relation=said.relation,
+            accountant=said.accountant,
+            method=said.settings["method"],
+            seed=said.settings["seed"],
+            nominal_size=said.public["nominal_size"],
+            name=said.public["name"],
+        )
+        model.classes_ = np.array(load_generator(release)[1])
+        return model
+
+    def _schema(self, images: np.ndarray, classes: Sequence[Any]) -> Schema:
+        _, height, width, channels = images.shape
+        read_off = [] if self.classes is not None else ["the classes that occur"]
+        if self.nominal_size is None and self.relation == "add-remove":
+            read_off.insert(
+                0, "the true number of records (whoever knows all but one can tell from it if that is there)"
+            )
+            warnings.warn(
+                "the true number of records is declared public; under add-remove it is private: say about how many "
+                "there are with nominal_size=",
+                stacklevel=3,
+            )
+        size = len(images) if self.nominal_size is None else self.nominal_size
+        if type(size) is not int or size < 1:
+            raise DatalensError(f"nominal_size must be a whole number of at least 1, not {size!r}")
+        return Schema(
+            name=self.name,
+            height=height,
+            width=width,
+            channels=channels,
+            classes=tuple(str(value) for value in classes),
+            nominal_size=size,
+            note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
+        )
+
+    def _asked(self, run: Path) -> TrainOptions:
+        own = (
+            "epsilon",
+            "delta",
+            "method",
+            "relation",
+            "preset",
+            "warm_start",
+            "accountant",
+            "noise",
+            "seed",
+            "device",
+        )
+        asked = {name: getattr(self, name) for name in own} | dict(self.options or {})
+        kinds = get_type_hints(TrainOptions)
+        unknown = [name for name in asked if name not in kinds or name in ("data", "out", "resume", "json")]
+        if unknown:
+            raise DatalensError(f"options: {unknown[0]!r} is no option of `datalens train` that can be set from here")
+        for name, value in asked.items():
+            _check_choice(name, value, kinds[name])
+        folder = None if self.budget is None else Path(self.budget)
+        begun = (run / "config.json").is_file()
+        return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, **asked)
+
+    def _keep(self, release: Path, home: "tempfile.TemporaryDirectory[str]") -> None:
+        self._home, self.release_ = home, release
+
+    def _release(self) -> Path:
+        if not hasattr(self, "release_"):
+            raise DatalensError("this model has no release yet: call fit, or DataLens.load")
+        return self.release_
+
+
+def _check_choice(name: str, value: Any, kind: Any) -> None:
+    """The command line refuses what is none of the choices; here nobody has yet."""
+    parts = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    if choices and str not in parts and value is not None and value not in choices:
+        raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if kind is float and not (isinstance(value, int | float) and not math.isnan(value)):
+        raise DatalensError(f"{name} must be a number, not {value!r}")
+    if kind is int and type(value) is not int:
+        raise DatalensError(f"{name} must be a whole number, not {value!r}")

@@ -1,0 +1,181 @@
+"""`datalens compare`: several runs side by side. For the owner as soon as one of them was measured on real data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.evaluate.owner_report import EVALUATION, HEADLINES, as_dict, number, read_facts, read_metrics, with_spread
+from datalens.pages import charts, render, said
+from datalens.privacy.ledger import json_number
+from datalens.released import certificate as certificates
+from datalens.released import report
+
+MOST_PICTURES, MOST_BYTES = 12, 250_000  # and of each
+COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One run: what its certificate says, and what the owner measured."""
+
+    name: str
+    release: Path
+    certificate: dict[str, Any]
+    accuracy: float | None
+    spread: float | None
+    ceiling: float | None  # the same classifier on real records
+    others: dict[str, float]  # further figures on real data
+
+    @property
+    def epsilon(self) -> float:
+        return float(self.certificate["budget"]["epsilon"])
+
+    @property
+    def method(self) -> str:
+        settings = self.certificate["settings"]
+        return f"{settings['method']} [{settings['preset']}]"
+
+    def row(self) -> dict[str, Any]:
+        c = self.certificate
+        return {
+            "run": self.name,
+            "method": self.method,
+            "data": c["public"]["name"],
+            "private": c["private"],
+            "epsilon": json_number(self.epsilon),
+            "delta": c["budget"]["delta"],
+            "relation": c["relation"],
+            "accountant": c["accountant"],
+            "epsilon_spent": c["epsilon_spent"],
+            "accuracy": self.accuracy,
+            "accuracy_std": self.spread,
+            "accuracy_real": self.ceiling,
+            **self.others,
+        }
+
+
+def read(run: Path, release: Path, name: str) -> Entry:
+    """A run, or a release by itself, whose certificate stands: nothing else is worth comparing."""
+    problems = certificates.check_release(release).problems
+    if problems:
+        raise DatalensError(f"the certificate of {run} does not stand: see `datalens verify {run}`")
+    evaluation = read_facts(run, EVALUATION)
+    utility = as_dict(evaluation.get("utility"))
+    accuracy = number(utility, "accuracy")
+    if accuracy is None:  # `datalens sgd` tests its model itself
+        logged = [found for line in read_metrics(run) if (found := number(line, "accuracy")) is not None]
+        accuracy = logged[-1] if logged else None
+    others = {}
+    for measure, called, key, _ in HEADLINES[1:]:
+        fields = as_dict(evaluation.get(measure))
+        if (value := number(fields, key)) is not None:
+            others[f"{called}, {fields['features']}" if "features" in fields else called] = value
+    return Entry(
+        name=name,
+        release=release,
+        certificate=certificates.read_certificate(release),
+        accuracy=accuracy,
+        spread=number(utility, "accuracy_std"),
+        ceiling=number(utility, "accuracy_real"),
+        others=others,
+    )
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """What to call each: as much of the end of its path as tells them apart."""
+    parts = [run.resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts))):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(run) for run in runs]
+
+
+def lines(entries: Sequence[Entry]) -> list[str]:
+    """The table for a terminal."""
+    table = [COLUMNS, *(_cells(entry) for entry in entries)]
+    widths = [max(len(said(row[i])) for row in table) for i in range(len(COLUMNS))]
+    found = [
+        "  ".join(said(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
+    if measured(entries):
+        found.append("measured on real data: for the owner, not covered by ε")
+    return found
+
+
+def _cells(entry: Entry) -> tuple[Any, ...]:
+    row = entry.row()
+    marked = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
+    terms = f"{said(row['delta'])}, {row['relation']}, {row['accountant']}"
+    reached = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
+    first = (marked, row["method"], row["data"], terms)
+    return (*first, entry.epsilon, float(row["epsilon_spent"]), reached, row["accuracy_real"])
+
+
+def measured(entries: Sequence[Entry]) -> bool:
+    return any(entry.accuracy is not None or entry.others for entry in entries)
+
+
+def page(entries: Sequence[Entry]) -> bytes:
+    """One page: the table, the curves, the pictures, and where the settings differ."""
+    extra = list(dict.fromkeys(name for entry in entries for name in entry.others))
+    return render(
+        "compare.html",
+        title=f"{len(entries)} runs side by side",
+        eyebrow="datalens · comparison",
+        wide=True,
+        contents=(
+            ("table", "Side by side"),
+            ("curves", "Accuracy and ε"),
+            ("pictures", "Pictures"),
+            ("settings", "Settings"),
+        ),
+        private=measured(entries),
+        unsafe=[entry.name for entry in entries if not entry.certificate["private"]],
+        head=(*COLUMNS, *extra),
+        rows=[(*_cells(entry), *(entry.others.get(name) for name in extra)) for entry in entries],
+        charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data))],
+        pictures=[(entry.name, _picture(entry)) for entry in entries[:MOST_PICTURES]],
+        more_pictures=max(0, len(entries) - MOST_PICTURES),
+        differences=differences(entries),
+        names=[entry.name for entry in entries],
+    )
+
+
+def _data_sets(entries: Sequence[Entry]) -> list[str]:
+    return list(dict.fromkeys(entry.certificate["public"]["name"] for entry in entries))
+
+
+def _curves(entries: Sequence[Entry], data: str) -> str:
+    """Accuracy against ε, a line a method. Points of different δ, relation or accountant are different methods."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for entry in entries:
+        c = entry.certificate
+        if c["public"]["name"] == data and entry.accuracy is not None and math.isfinite(entry.epsilon):
+            terms = f"{entry.method}, δ = {said(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
+            terms += "" if c["private"] else ", NOT PRIVATE"
+            points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
+    series = [charts.Series(name=name, points=tuple(sorted(found)), dots=True) for name, found in points.items()]
+    return charts.line_chart(
+        series, title=f"Accuracy against ε: {data}", x="ε (budget)", y="accuracy on real test records, private"
+    )
+
+
+def _picture(entry: Entry) -> dict[str, Any] | None:
+    if certificates.weights_of(entry.certificate) == certificates.MODEL:
+        return None
+    schema = Schema.from_dict(entry.certificate["public"])
+    found = report.picture_of(entry.release, report.shown_classes(entry.release), schema.name, most=MOST_BYTES)
+    return {**found, "caption": entry.name}
+
+
+def differences(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """Settings that are not the same in all runs."""
+    every = [entry.certificate["settings"] for entry in entries]
+    names = dict.fromkeys(name for settings in every for name in settings)
+    found = [(name, [settings.get(name) for settings in every]) for name in names]
+    return [(name.replace("_", " "), *values) for name, values in found if any(value != values[0] for value in values)]

@@ -1,0 +1,210 @@
+"""`owner.html`: what the owner of the data may know about a run and nobody else. None of it is covered by ε."""
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from datalens.errors import DatalensError
+from datalens.pages import charts, render, said
+from datalens.privacy.ledger import read_ledger
+from datalens.runs import read_config, write_atomically
+
+EVALUATION, AUDIT = "evaluation.json", "audit.json"
+# What methods log, and how a person calls it; other names are shown as they are.
+METRICS = {
+    "agreement": "Agreement of teachers: 1 if all vote alike; what lies under the line of noise alone says nothing",
+    "real": "Agreement of teachers: part of them that take a synthetic image for real, with noise",
+    "answered": "Agreement of teachers: part of the questions on which enough of them seemed to agree",
+    "teacher_loss": "Loss of the teachers",
+    "critic_loss": "Loss of the critic",
+    "accuracy": "Accuracy on real test records",
+    "sigma": "Noise of a release (σ)",
+}
+MEASURES = {
+    "utility": "Utility",
+    "inception_score": "Inception Score",
+    "fid": "FID",
+    "faithfulness": "Faithfulness",
+}
+# What has no chart of its own; and which lines share one.
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise")
+BESIDE = {"agreement": ("agreement_noise", "noise alone")}
+MOST_ROWS = 60
+# Measure, what to call it, its key, and that of the same on real data.
+HEADLINES = (
+    ("utility", "Accuracy of a classifier that saw synthetic images only", "accuracy", "accuracy_real"),
+    ("inception_score", "Inception Score", "score", "score_real"),
+    ("fid", "FID", "fid", "fid_real"),
+    ("faithfulness", "Precision", "precision", "overlap_real"),
+    ("faithfulness", "Recall", "recall", "overlap_real"),
+)
+
+
+def page(run: Path) -> bytes:
+    """Everything that lies in the run folder and is worth a look."""
+    config = read_config(run)
+    budget, events = read_ledger(run / "ledger.jsonl")
+    spent = budget.pricing().epsilon(events, budget.delta)
+    lines = read_metrics(run)
+    evaluation, audit = read_facts(run, EVALUATION), read_facts(run, AUDIT)
+    settings, schema = config["settings"], config["schema"]
+    stamp = " NOT PRIVATE." if math.isinf(budget.epsilon) or settings.get("noise_seeded") else ""
+    return render(
+        "owner.html",
+        title=f"{settings['method']} on {schema['name']}, for its owner",
+        eyebrow="datalens · owner's page",
+        contents=(
+            ("summary", "The run"),
+            ("training", "Training"),
+            ("measures", "Measures"),
+            ("audit", "Audit"),
+        ),
+        facts=[
+            ("Budget", budget.describe(budget.epsilon) + stamp),
+            ("Spent", f"{budget.describe(spent)}, in {len(events)} charges{stamp}"),
+            ("Data", config["options"]["data"]),
+            ("Preset", settings["preset"]),
+            ("Steps logged", len(lines)),
+            ("Time between the first and the last", _duration(lines)),
+        ],
+        charts=[chart for name in _names(lines) if (chart := _chart(lines, name))],
+        headline=headline(evaluation),
+        measures=[
+            (MEASURES.get(name, name), blocks(value)) for name, value in evaluation.items() if isinstance(value, dict)
+        ],
+        audits=[(name, value.get("lines", []), blocks(_without(value, "lines"))) for name, value in audit.items()],
+        run=run.name,
+    )
+
+
+def read_facts(run: Path, name: str) -> dict[str, Any]:
+    """What another command left in the run folder; nothing, if it was not called yet."""
+    path = run / name
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise DatalensError(f"{path} is damaged ({error}): delete it, and measure again") from error
+    return found
+
+
+def keep(run: Path, name: str, facts: dict[str, Any]) -> None:
+    """Beside what is there, for the owner's eyes only."""
+    content = json.dumps({**read_facts(run, name), **facts}, indent=1, default=str).encode()
+    write_atomically(run / name, content, private=True)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, one a step: the last one counts, where an interruption had steps done twice."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    found: dict[int, dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            found[int(line["step"])] = line
+        except (ValueError, KeyError, TypeError):  # a torn line, of a run that was killed
+            continue
+    return [found[step] for step in sorted(found)]
+
+
+def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The figures one looks for first: name, value, and beside it what real data reach and in which features."""
+    found = []
+    for measure, name, key, real in HEADLINES:
+        fields = as_dict(evaluation.get(measure))
+        if (value := number(fields, key)) is not None:
+            ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
+            beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
+            beside += [str(fields["features"])] if "features" in fields else []
+            found.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
+    nearness = as_dict(as_dict(evaluation.get("faithfulness")).get("nearness"))
+    if "leak" in nearness:
+        leak = "FOUND" if nearness["leak"] else "not found"
+        found.append(("Images closer to training records than to others", leak, ""))
+    return found
+
+
+def number(fields: dict[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable and value is not None else None
+
+
+def blocks(value: dict[str, Any], title: str = "") -> list[dict[str, Any]]:
+    """JSON of any shape as tables a person can read: numbers and texts, then what lies deeper, each under its name."""
+    plain = [(_name(key), item) for key, item in value.items() if not isinstance(item, dict) and not _rows(item)]
+    found: list[dict[str, Any]] = [{"kind": "plain", "title": title, "rows": plain}] if plain else []
+    for key, item in value.items():
+        under = f"{title} · {_name(key)}" if title else _name(key)
+        if isinstance(item, dict):
+            found += blocks(item, under)
+        elif _matrix(item):
+            found.append({"kind": "matrix", "title": under, "rows": item[:MOST_ROWS]})
+        elif _rows(item):
+            found.append(_listed(item, under))
+    return found
+
+
+def _listed(items: list[dict[str, Any]], title: str) -> dict[str, Any]:
+    """A list of objects as one table; what is nested in them is written out, lists are left out."""
+    head = list(dict.fromkeys(name for item in items for name, value in item.items() if not isinstance(value, list)))
+    rows = [[_flat(item.get(name)) for name in head] for item in items[:MOST_ROWS]]
+    return {"kind": "table", "title": title, "head": [_name(name) for name in head], "rows": rows}
+
+
+def _flat(value: Any) -> Any:
+    return ", ".join(f"{_name(k)} {said(_flat(v))}" for k, v in value.items()) if isinstance(value, dict) else value
+
+
+def _rows(value: Any) -> bool:
+    objects = isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    return objects or _matrix(value)
+
+
+def _matrix(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
+
+
+def _name(key: str) -> str:
+    return str(key).replace("_", " ")
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _without(value: Any, name: str) -> dict[str, Any]:
+    return {key: item for key, item in as_dict(value).items() if key != name}
+
+
+def with_spread(value: float, spread: float | None) -> str:
+    return said(value) + ("" if spread is None else f" ± {spread:.2g}")
+
+
+def _names(lines: list[dict[str, Any]]) -> list[str]:
+    """What was logged, agreement first."""
+    logged = dict.fromkeys(name for line in lines for name in line if name not in UNSHOWN)
+    return sorted(logged, key=lambda name: list(METRICS).index(name) if name in METRICS else len(METRICS))
+
+
+def _chart(lines: list[dict[str, Any]], name: str) -> str:
+    series = [_series(lines, name, _name(name)), *(_series(lines, *other) for other in (BESIDE.get(name),) if other)]
+    return charts.line_chart(series, title=METRICS.get(name, _name(name)), x="step", y="private: not covered by ε")
+
+
+def _series(lines: list[dict[str, Any]], name: str, shown: str) -> charts.Series:
+    points = [(float(line["step"]), value) for line in lines if (value := number(line, name)) is not None]
+    kept = tuple(points[i] for i in charts.thinned(len(points)))
+    return charts.Series(name=shown, points=kept, dots=len(kept) < 12)
+
+
+def _duration(lines: list[dict[str, Any]]) -> str:
+    times = [value for line in lines if (value := number(line, "time")) is not None]
+    return str(datetime.timedelta(seconds=round(max(times) - min(times)))) if len(times) > 1 else "—"

@@ -1,0 +1,354 @@
+"""A data set's own budget: what all runs on the same records may spend together.
+
+One file outside every run folder, private like the data. A run reserves here, before it charges anything, the most that
+its own ledger can ever let it charge. Reservations are events, and all of them are priced together, at the one total δ:
+never a sum of ε's. What is reserved stays reserved, whatever becomes of the run.
+
+| reserved so far | priced by |
+|---|---|
+| Gaussian events only | the exact accountant: Σ mu² is a filter, so earlier results may decide what is run next |
+| any other mix | the lower of rdp-improved and prv, each a bound by itself; runs are decided on beforehand |
+"""
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, get_args
+
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.events import (
+    Charge,
+    DiscreteGaussianEvent,
+    GaussianEvent,
+    LaplaceEvent,
+    Relation,
+    UnknownEvent,
+    parse_event,
+    unprotected,
+)
+from datalens.privacy.ledger import _GENESIS, Budget, _line, sync_directory
+
+FILE = "budget.jsonl"
+Counted = tuple[tuple[Charge, int], ...]  # (event, how many times)
+
+_WIDE = 1e6  # sigma of the one event that stands for all Gaussian releases of a run
+_CELLS = 2**50  # and the numbers in it: more than any run releases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """What may be spent in all, against which neighbours. Set once."""
+
+    epsilon: float
+    delta: float
+    relation: Relation
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < math.inf:
+            raise DatalensError(f"--epsilon of a budget must be a number above 0, not {self.epsilon:g}")
+        if not 0 < self.delta < 1:
+            raise DatalensError(f"--delta must lie between 0 and 1, and well under 1/records, not {self.delta:g}")
+        if self.relation not in get_args(Relation):
+            raise DatalensError(f"--relation must be add-remove or replace-one, not {self.relation!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """What one run may charge at most. `unit`: what is protected, such as one image."""
+
+    run: str
+    data: str
+    unit: str
+    charges: Counted
+
+
+def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, AccountantName]:
+    """ε of all of it at this δ, and whose ε that is."""
+    plain = all(isinstance(event, GaussianEvent) for event, _ in charges)
+    found: list[tuple[float, AccountantName]] = []
+    for name in ("exact",) if plain else ("rdp-improved", "prv"):
+        try:
+            found.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
+        except DatalensError:  # not for this mix, or not installed
+            continue
+    if not found:  # coarse discrete noise beside other noise
+        found.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
+    return min(found)
+
+
+def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget) -> Counted:
+    """The most that a ledger with this budget lets a run of these parts charge.
+
+    An interruption loses releases that were charged, and they are asked and charged again, as long as the run's own
+    budget lasts. So it is not the plan that is reserved.
+    """
+    accountant = budget.pricing()
+
+    def fits(charges: Sequence[tuple[Charge, int]]) -> bool:
+        return accountant.price(charges, budget.delta) <= budget.epsilon
+
+    if math.isinf(budget.epsilon):
+        return ((unprotected(budget.relation), 1),)
+    gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent)]
+    smooth = all(event.smooth for event in gaussian if isinstance(event, DiscreteGaussianEvent))
+    if len(gaussian) == len(parts) and smooth:
+        # mu² adds up to whatever the budget holds. By RDP discrete noise counts as less than the Gaussian behind it.
+        # What pld takes costs no more by the exact curve, which is quicker to ask.
+        accountant = Accountant(name="exact") if accountant.name == "pld" else accountant
+        more = 1.0
+        if accountant.name != "exact":
+            more = max([event.mu * event.mu / (2 * event.rho) for event in gaussian if event.rho > 0], default=1.0)
+        mu = _largest(lambda mu: fits([(_all_of_it(mu, budget.relation), 1)]))
+        return ((_all_of_it(mu * math.sqrt(more), budget.relation), 1),)
+    if len(parts) != 1:
+        raise DatalensError(
+            "this method's releases are of several kinds: what it may charge at most cannot be reserved"
+        )
+    (event, times), *_ = parts
+    if not fits([(event, times)]):
+        raise BudgetExceeded(f"the plan itself does not fit into {budget.describe(budget.epsilon)}")
+    step = 1
+    while fits([(event, times + step)]):
+        times, step = times + step, 2 * step
+    while step > 1:
+        step //= 2
+        times += step if fits([(event, times + step)]) else 0
+    return ((event, times),)
+
+
+def _all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:
+    moved = mu * math.sqrt(_WIDE * _WIDE - 4)
+    facts: dict[str, Any] = {"row_unit": "record", "relation": relation, "noise": "operating-system"}
+    facts |= {"l2_bound": moved, "diameter": moved, "sigma": _WIDE, "queries": 0, "step": 0, "coordinates": _CELLS}
+    return DiscreteGaussianEvent(**facts)
+
+
+def _largest(holds: Callable[[float], bool], *, digits: float = 1e-15) -> float:
+    """The largest x >= 0 for which a falling condition holds, from below."""
+    low, high = 0.0, 1.0
+    while holds(high) and high < 1e12:
+        low, high = high, 2 * high
+    while high - low > digits * high and (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class DataBudget:
+    """The open, locked file. Lines carry the hash of the line before: an edit shows; an older copy does not."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path = path
+        self._file = file
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]  # a torn last line was never acknowledged: no run began by it
+        self.cap, self.names, self.reservations, self._last_hash = _parse(whole, path)
+        self._end = len(whole)
+
+    @classmethod
+    def create(cls, folder: Path, cap: Cap, *, data: str | None = None) -> "DataBudget":
+        """A new budget. One that is there is never replaced: it holds what was spent."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / FILE
+        fields = {"type": "cap", "version": 1, "epsilon": cap.epsilon, "delta": cap.delta, "relation": cap.relation}
+        line, _ = _line(fields, _GENESIS)
+        draft = folder / f".{FILE}.{secrets.token_hex(8)}"
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise DatalensError(
+                f"{path} exists: a cap is set once; leave --epsilon and --delta out to see it"
+            ) from None
+        finally:
+            draft.unlink()
+        sync_directory(folder)
+        made = cls.open(folder)
+        if data is not None:
+            made.allow(data)
+        return made
+
+    @classmethod
+    def open(cls, folder: Path) -> "DataBudget":
+        """Waits for whoever has it: a reservation takes a moment."""
+        try:
+            file = open(folder / FILE, "r+b", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            raise DatalensError(
+                f"{folder} has no {FILE}: make it with `datalens budget {folder} --epsilon 3 --delta 1e-5`"
+            ) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return cls(folder / FILE, file)
+        except BaseException:
+            file.close()
+            raise
+
+    def __enter__(self) -> "DataBudget":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def charges(self) -> Counted:
+        return tuple(charge for reservation in self.reservations for charge in reservation.charges)
+
+    def spent(self) -> tuple[float, AccountantName]:
+        return price(self.charges, self.cap.delta)
+
+    def describe(self, epsilon: float, accountant: AccountantName) -> str:
+        return Budget(epsilon=1.0, delta=self.cap.delta, relation=self.cap.relation, accountant=accountant).describe(
+            epsilon
+        )
+
+    def left(self) -> float:
+        """The largest ε, at the cap's δ and by the exact accountant, of one more run with Gaussian noise."""
+        mu = _largest(lambda mu: self._fits(((_all_of_it(mu, self.cap.relation), 1),)), digits=1e-9)
+        return Accountant(name="exact").epsilon_at(mu * mu, self.cap.delta)
+
+    def holds(self, run: str) -> bool:
+        return any(reservation.run == run for reservation in self.reservations)
+
+    def allow(self, data: str) -> None:
+        """From now on runs on data of this name too belong to this budget."""
+        if data not in self.names:
+            self._append({"type": "data", "name": data})
+            self.names = (*self.names, data)
+
+    def check(
+        self, parts: Sequence[tuple[Charge, int]], budget: Budget, *, data: str, unit: str, final: bool = False
+    ) -> Counted:
+        """What would be set aside for such a run, or why it cannot be. `final`: its gate charges the plan, no more."""
+        if budget.relation != self.cap.relation:
+            raise DatalensError(
+                f"{self.path.parent} counts {self.cap.relation} neighbours: add --relation {self.cap.relation}, or use "
+                "another --budget"
+            )
+        if any(event.noise == "seeded" for event, _ in parts):
+            raise DatalensError("--noise-seed is not private, so it has no place in a --budget: leave one of them out")
+        if self.names and data not in self.names:
+            raise DatalensError(
+                f"{self.path.parent} is the budget of {', '.join(self.names)}, not of {data}: use that data's own "
+                f"--budget, or, if these are the same records, `datalens budget {self.path.parent} --data {data}`"
+            )
+        other = {reservation.unit for reservation in self.reservations} - {unit}
+        if other:
+            raise DatalensError(f"{self.path.parent} protects {other.pop()}, this run {unit}: use another --budget")
+        charges = tuple(parts) if final else most_charged(parts, budget)
+        if not self._fits(charges):
+            self._refuse(charges, budget)
+        return charges
+
+    def reserve(
+        self, parts: Sequence[tuple[Charge, int]], budget: Budget, *, data: str, unit: str, final: bool = False
+    ) -> str:
+        """Durably set aside all that such a run may charge, and return the run's id; or refuse, and write nothing."""
+        charges = self.check(parts, budget, data=data, unit=unit, final=final)
+        self.allow(data)
+        run = secrets.token_hex(16)
+        listed = [{"times": times, "event": event.as_dict()} for event, times in charges]
+        self._append(
+            {"type": "run", "run": run, "data": data, "unit": unit, "time": int(time.time()), "charges": listed}
+        )
+        self.reservations = (*self.reservations, Reservation(run=run, data=data, unit=unit, charges=charges))
+        return run
+
+    def _fits(self, charges: Counted) -> bool:
+        return price((*self.charges, *charges), self.cap.delta)[0] <= self.cap.epsilon
+
+    def _refuse(self, charges: Counted, budget: Budget) -> None:
+        spent, accountant = self.spent()
+        largest = _down(self._room(charges, budget))
+        room = f"the largest that fits is --epsilon {largest:g}" if largest >= 1e-3 else "nothing more fits"
+        raise BudgetExceeded(
+            f"this run would pass the cap of {self.path.parent}, {self.cap.epsilon:g}: "
+            f"{self.describe(spent, accountant)} is reserved, and --epsilon {budget.epsilon:g} does not fit beside it; "
+            f"{room} (at --delta {budget.delta:g}, {budget.accountant} accountant)"
+        )
+
+    def _room(self, charges: Counted, budget: Budget) -> float:
+        """The ε, by the run's own accountant, of the same releases with as little more noise as fits."""
+        if math.isinf(budget.epsilon):
+            charges = ((_all_of_it(1.0, budget.relation), 1),)
+        share = _largest(lambda x: self._fits(_with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-3)
+        return 0.0 if share <= 1e-9 else budget.pricing().price(_with_noise(charges, 1 / share), budget.delta)
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        line, line_hash = _line(fields, self._last_hash)
+        try:
+            self._file.truncate(self._end)  # what was torn
+            self._file.seek(self._end)
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"{written} of {len(line)} bytes")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DatalensError(f"cannot write {self.path} ({error}): no run was begun") from error
+        self._last_hash, self._end = line_hash, self._end + len(line)
+
+
+def _down(epsilon: float) -> float:
+    """Three digits, never more than there is."""
+    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2) if epsilon > 0 else 1.0
+    return math.floor(epsilon / step) * step
+
+
+def _with_noise(charges: Counted, factor: float) -> Counted:
+    def more(event: Charge) -> Charge:
+        if isinstance(event, LaplaceEvent):
+            return dataclasses.replace(event, scale=event.scale * factor)
+        return dataclasses.replace(event, sigma=event.sigma * factor)
+
+    return tuple((more(event), times) for event, times in charges)
+
+
+def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Reservation, ...], str]:
+    previous = _GENESIS
+    cap: Cap | None = None
+    names: list[str] = []
+    reservations: list[Reservation] = []
+    for number, raw in enumerate(content.splitlines()):
+        try:
+            fields = json.loads(raw)
+            expected, digest = _line({k: v for k, v in fields.items() if k not in ("hash", "previous")}, previous)
+            if raw + b"\n" != expected or (number == 0) != (fields["type"] == "cap"):
+                raise ValueError("it does not follow from the line before it")
+            if fields["type"] == "cap":
+                cap = Cap(**{name: fields[name] for name in ("epsilon", "delta", "relation")})
+            elif fields["type"] == "data":
+                names.append(str(fields["name"]))
+            else:
+                assert cap is not None
+                reservations.append(_parse_run(fields, cap))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, DatalensError) as error:
+            raise TamperedError(f"{path}: line {number + 1} is not one of a budget ({error})") from error
+        previous = digest
+    if cap is None:
+        raise TamperedError(f"{path} states no cap")
+    return cap, tuple(names), tuple(reservations), previous
+
+
+def _parse_run(fields: dict[str, Any], cap: Cap) -> Reservation:
+    charges: list[tuple[Charge, int]] = []
+    for charge in fields["charges"]:
+        event, times = parse_event(charge["event"]), charge["times"]
+        if isinstance(event, UnknownEvent) or event.relation != cap.relation or type(times) is not int or times < 1:
+            raise TamperedError("it reserves something that cannot be priced")
+        charges.append((event, times))
+    return Reservation(
+        run=str(fields["run"]), data=str(fields["data"]), unit=str(fields["unit"]), charges=tuple(charges)
+    )

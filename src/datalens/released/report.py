@@ -1,0 +1,237 @@
+"""`release/report.html`: the release on a page that may be handed on with it. Made of the release folder alone."""
+
+import base64
+import itertools
+import math
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from datalens.config import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.pages import charts, render, said, sealed
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
+from datalens.privacy.ledger import Budget, read_ledger
+from datalens.released import certificate as certificates
+
+CONTENTS = (
+    ("guarantee", "The guarantee"),
+    ("data", "What is in it"),
+    ("budget", "The budget"),
+    ("use", "Use it"),
+    ("check", "Check it"),
+    ("settings", "Settings"),
+)
+MOST_STOPS, SLOW_STOPS = 40, 7  # of a curve; `prv` and `pld` take a while for each
+SLOW: tuple[AccountantName, ...] = ("prv", "pld")
+SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
+MOST_PICTURE = 3_000_000  # bytes; a third more on the page
+MOST_LINES = 20  # of the table of releases
+_COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
+_KINDS = {
+    "gaussian": "a sum, with Gaussian noise",
+    "discrete-gaussian": "a sum, with discrete Gaussian noise",
+    "subsampled-gaussian": "a sum over a random sample, with Gaussian noise",
+    "one-of-many-gaussian": "one teacher's answer, with Gaussian noise",
+    "discrete-laplace": "counts of votes, with discrete Laplace noise",
+}
+_SAMPLE = """from pathlib import Path
+from datalens import sample
+synthetic = sample(Path("release"), count=10_000, seed=0)  # .images, .labels, .classes"""
+_MODEL = """from pathlib import Path
+from datalens.released.release import load_classifier
+model, classes = load_classifier(Path("release"))  # a torch module"""
+
+
+def page(release: Path) -> bytes:
+    """All a data steward needs, from released values only, sealed."""
+    try:
+        return sealed(_page(release))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # anybody may have edited it
+        raise DatalensError(
+            f"{release} holds something that cannot be shown ({type(error).__name__}): fetch the release again"
+        ) from error
+
+
+def _page(release: Path) -> bytes:
+    c = certificates.read_certificate(release)
+    budget, events = read_ledger(release / certificates.LEDGER)
+    settings, schema = parse_settings(c["settings"]), Schema.from_dict(c["public"])
+    classifier = isinstance(settings, SgdSettings)
+    shown = () if classifier else shown_classes(release)
+    curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events)
+    releases = grouped(events, settings)
+    return render(
+        "release.html",
+        **_guarantee(c, budget),
+        certificate_hash=c["sha256"]["certificate"],
+        title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
+        eyebrow="datalens · privacy report",
+        contents=CONTENTS,
+        public=c["public"],
+        size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
+        seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
+        picture=None if classifier else picture_of(release, shown, schema.name),
+        left_out=[] if classifier else _left_out(shown, schema),
+        chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
+        curve=_table(curves),
+        releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
+        releases=releases[:MOST_LINES],
+        more_releases=max(0, len(releases) - MOST_LINES),
+        code=_MODEL if classifier else _SAMPLE,
+        hashes=sorted((name, value) for name, value in c["sha256"].items() if name != "certificate"),
+        settings=[(name.replace("_", " "), value) for name, value in c["settings"].items()],
+        versions=list(c["versions"].items()),
+    )
+
+
+def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
+    """What the certificate says, in words."""
+    added = budget.relation == "add-remove"
+    sure = 1 / (1 + math.exp(-min(budget.epsilon, 700.0)))
+    mechanism, stamp = c["mechanism"], "" if c["private"] else f"; {certificates.NOT_PRIVATE}"
+    return {
+        "private": c["private"],
+        "statement": c["statement"],
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "relation": budget.relation,
+        "accountant": budget.accountant,
+        "terms": f"δ = {said(budget.delta)}, {budget.relation}, {budget.accountant} accountant{stamp}",
+        "spent": float(c["epsilon_spent"]),
+        "charges": mechanism["events"],
+        "unit": c["privacy_unit"],
+        "neighbours": "present or absent" if added else "replaced by another",
+        "happens": "was in the data or not" if added else "was this one or any other",
+        "factor": f"{math.exp(min(budget.epsilon, 700.0)):.3g}",
+        "surest": f"{100 * sure:.3g} %" if budget.epsilon <= SAYS_LITTLE else "",
+        "mechanism": mechanism["name"][:1].upper() + mechanism["name"][1:],
+        "sensitivity": mechanism["sensitivity"],
+        "price": mechanism.get("price", "as Gaussian noise of variance sigma²"),
+        "noise": mechanism["noise"],
+        "noise_origin": _origin(c),
+        "declared_public": c.get("declared_public", certificates.DECLARED_PUBLIC),
+        "not_covered": c["not_covered"],
+        "chain": c.get("chain", certificates.CHAIN),
+    }
+
+
+def _origin(c: dict[str, Any]) -> str:
+    if math.isinf(float(c["epsilon_spent"])):
+        return "none"
+    return "secret, from the operating system" if c["noise"]["secure"] else "from a known seed"
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def shown_classes(release: Path) -> tuple[str, ...]:
+    """The classes that `samples.png` has, a row each (see `release.write_release`)."""
+    from datalens.released.release import known_classes, load_generator
+
+    generator, names = load_generator(release)
+    return tuple(names[label] for label in sorted(known_classes(generator, min(10, len(names))).tolist()))
+
+
+def _left_out(shown: Sequence[str], schema: Schema) -> list[str]:
+    return [name for name in schema.classes[:10] if name not in shown]
+
+
+def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MOST_PICTURE) -> dict[str, Any]:
+    """The certified picture, to be drawn into the page: as it is, or smaller where it would be too much for one."""
+    content = (release / certificates.PICTURE).read_bytes()
+    try:
+        with Image.open(BytesIO(content)) as image:
+            image.load()
+            while len(content) > most:
+                image.thumbnail((image.width * 3 // 4, image.height * 3 // 4))
+                content = _png(image)
+            width, height = image.size
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DatalensError(f"{release / certificates.PICTURE} is not a picture: fetch the release again") from error
+    return {
+        "base64": base64.b64encode(content).decode(),
+        "classes": shown,
+        "width": width,
+        "height": height,
+        "caption": "Drawn from the generator with seed 0, a row a class",
+        "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
+    }
+
+
+def _png(image: Image.Image) -> bytes:
+    out = BytesIO()
+    image.save(out, format="png")
+    return out.getvalue()
+
+
+# --- the budget -----------------------------------------------------------------------------------
+
+
+def budget_curves(budget: Budget, events: Sequence[Event]) -> list[charts.Series]:
+    """ε after every charge (or some of them): by the accountant of the budget, then the exact one and RDP."""
+    found = []
+    names: tuple[AccountantName, ...] = (budget.accountant, "exact", "rdp")
+    for name in dict.fromkeys(names):
+        stops = charts.thinned(len(events) + 1, SLOW_STOPS if name in SLOW else MOST_STOPS)
+        try:
+            prices = [Accountant(name=name).epsilon(events[:stop], budget.delta) if stop else 0.0 for stop in stops]
+        except DatalensError:  # it has no price for events like these
+            continue
+        points = tuple((float(stop), price) for stop, price in zip(stops, prices, strict=True))
+        found.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(stops) == len(events) + 1))
+    return found
+
+
+def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str) -> str:
+    if not curves:
+        return ""
+    return charts.line_chart(
+        curves,
+        title=f"{stamp} Budget over the run".strip(),
+        x="releases charged",
+        y=f"ε spent (δ = {said(budget.delta)}, {budget.relation})",
+        limit=budget.epsilon if math.isfinite(budget.epsilon) else None,
+        limit_name=f"budget, by the {budget.accountant} accountant",
+    )
+
+
+def _table(curves: Sequence[charts.Series]) -> dict[str, Any] | None:
+    if not curves:
+        return None
+    found = [dict(one.points) for one in curves]
+    stops = sorted({stop for points in found for stop in points})
+    return {
+        "head": ("releases charged", *(one.name for one in curves)),
+        "rows": [(stop, *(points.get(stop) for points in found)) for stop in stops],
+    }
+
+
+def grouped(events: Sequence[Event], settings: AnySettings) -> list[tuple[Any, ...]]:
+    """What was released, how often, sensitivity, σ and the part of the units that is sampled; equals in one line."""
+
+    def line(event: Event) -> tuple[Any, ...]:
+        match event:
+            case GaussianEvent():
+                name = _KINDS[event.kind] if event.sigma > 0 else "without noise"
+                if isinstance(settings, MomentSettings):
+                    name = RELEASES[event.step].replace("-", " ")
+                return name, event.sensitivity, event.sigma, None
+            case SubsampledGaussianEvent():
+                return _KINDS[event.kind], event.l2_bound, event.sigma, event.rate
+            case OneOfManyEvent():
+                return _KINDS[event.kind], event.diameter, event.sigma, event.rate
+            case LaplaceEvent():
+                return _KINDS[event.kind], math.sqrt(event.moved), event.sigma, None
+        return f"{event.kind}, which this version does not know", None, None, None
+
+    found = []
+    for (name, moved, sigma, rate), same in itertools.groupby(events, key=line):
+        times = sum(getattr(event, "repeats", 1) for event in same)
+        found.append((name, times, moved, sigma, rate))
+    return found if any(line[-1] is not None for line in found) else [line[:-1] for line in found]

@@ -1,0 +1,123 @@
+"""`datalens budget` and runs with --budget, from the shell."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quickly")
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def budget(datalens: Call, tmp_path: Path) -> Path:
+    folder = tmp_path / "the budget"
+    datalens("budget", folder, "--epsilon", 1.5, "--delta", 1e-5).succeeded()
+    return folder
+
+
+def left(datalens: Call, folder: Path) -> dict:
+    return datalens("budget", folder, "--json").succeeded().json
+
+
+def test_runs_share_one_budget(datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path) -> None:
+    run = ("--steps", 2, "--budget", budget)
+    datalens("train", *small, *run, "--epsilon", 1, "--out", tmp_path / "a").succeeded()
+    first = left(datalens, budget)
+    assert first["epsilon_reserved"] == pytest.approx(1.0, rel=1e-6)
+    assert 1.0 < first["epsilon_left"] < 1.5  # events compose: it is not 0.5
+
+    before = (budget / "budget.jsonl").read_bytes()
+    why = datalens("train", *small, *run, "--epsilon", 1.4, "--out", tmp_path / "b").refused(3)
+    assert "the largest that fits is --epsilon 1.0" in why and "δ = 1e-05, add-remove, exact accountant" in why
+    assert not (tmp_path / "b").exists() and (budget / "budget.jsonl").read_bytes() == before
+
+    datalens("sgd", "--data", "digits", "--epsilon", 0.3, "--epochs", 0.2, "--budget", budget, "--out", tmp_path / "s")
+    mixed = left(datalens, budget)
+    assert len(mixed["runs"]) == 2 and mixed["accountant"] == "rdp-improved"
+    assert 1.0 < mixed["epsilon_reserved"] <= 1.5
+    assert "decided on beforehand" in datalens("budget", budget).succeeded().out
+    for release in (tmp_path / "a" / "release", tmp_path / "s" / "release"):
+        said = "".join(file.read_text() for file in release.iterdir() if file.suffix in (".json", ".md", ".jsonl"))
+        assert "the budget" not in said.replace("the budget;", "") and str(budget) not in said  # of other runs: nothing
+        assert json.loads((release.parent / "config.json").read_text())["data_budget"]["run"] not in said
+
+
+def test_resume_does_not_reserve_twice(
+    datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datalens import training
+
+    def crash(*_: object, **__: object) -> None:
+        raise RuntimeError("kill -9")
+
+    out = tmp_path / "a"
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_lead", crash)
+        with pytest.raises(RuntimeError, match="kill -9"):
+            datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out)
+    assert len(left(datalens, budget)["runs"]) == 1  # charged, though nothing was released
+    older = (budget / "budget.jsonl").read_bytes().splitlines(keepends=True)[0]
+    datalens("train", "--resume", "--out", out).succeeded()
+    assert len(left(datalens, budget)["runs"]) == 1
+
+    shutil.copytree(budget, tmp_path / "kept")
+    (budget / "budget.jsonl").write_bytes(older)  # a restored copy
+    assert "does not know this run" in datalens("train", "--resume", "--out", out).refused()
+    shutil.rmtree(budget)
+    assert "has no budget.jsonl" in datalens("train", "--resume", "--out", out).refused()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "data_budget": {"run": 3}}))
+    assert "config.json is damaged" in datalens("train", "--resume", "--out", out).refused()
+
+
+def test_a_crash_between_reserving_and_beginning_stays_charged(
+    datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datalens.runs import Run
+
+    def crash(*_: object, **__: object) -> None:
+        raise RuntimeError("kill -9")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "create", crash)
+        with pytest.raises(RuntimeError, match="kill -9"):
+            datalens("train", *small, "--steps", 2, "--budget", budget, "--out", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert len(left(datalens, budget)["runs"]) == 1
+
+
+def test_bad_options(datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path) -> None:
+    assert "needs --delta" in datalens("budget", tmp_path / "n", "--epsilon", 3).refused()
+    assert "needs --epsilon" in datalens("budget", budget, "--delta", 1e-5).refused()
+    assert "set once" in datalens("budget", budget, "--epsilon", 9, "--delta", 1e-5).refused()
+    assert "datalens budget" in datalens("budget", tmp_path / "n").refused()
+    run = ("train", *small, "--steps", 2, "--out", tmp_path / "a", "--budget")
+    assert "has no budget.jsonl" in datalens(*run, tmp_path / "n").refused()
+    assert "add --relation add-remove" in datalens(*run, budget, "--relation", "replace-one").refused()
+    assert "--noise-seed is not private" in datalens(*run, budget, "--noise-seed", 1).refused()
+    datalens("budget", budget, "--data", "faces.npz").succeeded()
+    assert "`datalens budget" in datalens(*run, budget).refused()
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "method", [("dpmerf",), ("gswgan",), ("dpgan",), ("pategan",), ("pategan", "--aggregate", "laplace"), ("gpate",)]
+)
+def test_every_method_can_be_reserved(method: tuple[str, ...], budget: Path) -> None:
+    """At its own ε, in an empty budget: what its ledger may charge is priced at that, or (Laplace, sampled) near it."""
+    from datalens.config import TrainOptions
+    from datalens.datasets import formats
+    from datalens.plan import make_plan
+    from datalens.privacy.budget import most_charged, price
+    from datalens.spending import planned
+
+    name, *more = method
+    given = {"aggregate": more[1]} if more else {}
+    schema = formats.schema("digits")
+    own, settings = make_plan(TrainOptions(data="digits", out=Path("x"), method=name, preset="quick", **given), schema)
+    charges = most_charged(planned(settings, schema, own), own)
+    assert 0.9 < price(charges, own.delta)[0] < 1.3

@@ -1,0 +1,139 @@
+"""Code of others near the gate: rows are mapped and bounded, and what can be seen of a mechanism is checked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from datalens import streams
+from datalens.bounded.contributions import Gradients, sum_bounded
+from datalens.bounded.third_party import PerTeacher
+from datalens.errors import DatalensError
+from datalens.privacy.events import GaussianEvent
+from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.mechanisms import GaussianSum, ThirdParty
+from datalens.privacy.noise import SecureNoise
+from datalens.privacy.released import Released
+
+# --- rows of somebody else's -----------------------------------------------------------------------
+
+
+def per_teacher(row: Callable[..., torch.Tensor], **change: Any) -> PerTeacher:
+    facts: dict[str, Any] = {"l2_bound": 3.0, "cells": 5, "whole_numbers": True, "seed": 0}
+    return PerTeacher(row=row, **{**facts, **change})
+
+
+def gradients(values: torch.Tensor) -> Gradients:
+    return Gradients(teachers=torch.arange(len(values)), values=values, step=0)
+
+
+VALUES = torch.randn(7, 2, 5, generator=torch.Generator().manual_seed(0))
+
+
+def signs(gradient: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    return ((gradient > 0).to(torch.int8) * 2 - 1) * (uniform < 0.5)
+
+
+def test_the_bound_is_enforced_whatever_comes() -> None:
+    honest = sum_bounded([per_teacher(signs)(gradients(VALUES))])
+    assert honest.diameter == 6.0 and honest.row_unit == "teacher" and int(honest.private_total.abs().max()) <= 7
+    long = per_teacher(lambda g, u: (g * 1000).to(torch.int32))(gradients(VALUES))
+    assert int(sum_bounded([long]).private_total.abs().sum()) == 0  # too long, in whole numbers: nothing
+    real = per_teacher(lambda g, u: g * 1000, whole_numbers=False)(gradients(VALUES))
+    norms = [
+        float(
+            sum_bounded(
+                [per_teacher(lambda g, u: g * 1000, whole_numbers=False)(gradients(VALUES[i : i + 1]))]
+            ).private_total.norm()
+        )
+        for i in range(7)
+    ]
+    assert max(norms) <= 3.0 * (1 + 1e-12) and float(sum_bounded([real]).private_total.norm()) <= 21.0
+
+
+def test_a_row_is_its_own_teachers() -> None:
+    """Also of a function that means to look at all of them: what it takes for the crowd is one teacher."""
+    nosy = per_teacher(lambda g, u: (g.mean(dim=0, keepdim=True) > 0).to(torch.int8).expand(2, 5))
+    rows = nosy(gradients(VALUES)).rows
+    other = VALUES.clone()
+    other[3] = -other[3]
+    changed = (nosy(gradients(other)).rows != rows).flatten(1).any(dim=1)
+    assert changed.tolist() == [False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (lambda g, u: g[:, :3].to(torch.int8), "5 cells were said"),
+        (lambda g, u: g, "return an integer"),
+        (lambda g, u: g > 0, "return an integer"),
+        (lambda g, u: torch.rand_like(g).to(torch.int8), "cannot be mapped"),
+        (lambda g, u: g.to(torch.int8) if g.sum() > 0 else -g.to(torch.int8), "cannot be mapped"),
+    ],
+)
+def test_functions_that_are_refused(row: Callable[..., torch.Tensor], why: str) -> None:
+    with pytest.raises(DatalensError, match=why):
+        per_teacher(row)(gradients(VALUES))
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
+def test_bounds_that_are_none(bound: float) -> None:
+    with pytest.raises(DatalensError, match="bound above 0"):
+        per_teacher(signs, l2_bound=bound)
+    assert per_teacher(signs, l2_bound=0.5)(gradients(VALUES)).diameter == 1.0
+
+
+# --- and their mechanisms --------------------------------------------------------------------------
+
+
+class Broken:
+    """One mechanism with one thing wrong at a time."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def release(self, contributions: Any, ledger: Ledger, *, step: int) -> Any:
+        facts: dict[str, Any] = {"row_unit": "teacher", "l2_bound": 3.0, "diameter": 6.0, "relation": "add-remove"}
+        facts |= {"sigma": 50.0, "queries": 2, "step": step, "noise": "operating-system"}
+        facts |= {"cheaper": {"sigma": 500.0}, "shorter": {"l2_bound": 1.0, "diameter": 1.0}}.get(self.fault, {})
+        event = GaussianEvent(**facts)
+        if self.fault == "free":
+            return Released(value=np.zeros(1), event=event, number=0)
+        number = ledger.charge(event)
+        if self.fault == "twice":
+            ledger.charge(event)
+        if self.fault == "raw":
+            return np.zeros(1)
+        if self.fault == "other":
+            event = GaussianEvent(**{**facts, "queries": 9})
+        return Released(value=np.zeros(1), event=event, number=number)
+
+
+@pytest.mark.parametrize("fault", ["", "free", "twice", "raw", "other", "cheaper", "shorter"])
+def test_what_can_be_seen_of_a_mechanism_is_checked(fault: str) -> None:
+    total = sum_bounded([per_teacher(signs)(gradients(VALUES))])
+    ledger = Ledger.in_memory(Budget(epsilon=5.0, delta=1e-5, relation="add-remove", accountant="exact"))
+    gate = ThirdParty(mechanism=Broken(fault), sigma=50.0)
+    if not fault:
+        assert gate.release(total, ledger, step=0).number == 0
+        ours = ThirdParty(mechanism=GaussianSum(sigma=50.0, noise=SecureNoise()), sigma=50.0)
+        assert ours.release(total, ledger, step=1).number == 1
+        return
+    with pytest.raises(DatalensError, match="--mechanism: the plug-in"):
+        gate.release(total, ledger, step=0)
+
+
+def test_its_uniforms_are_a_stream_of_their_own() -> None:
+    """Keyed by seed, step and teacher, so that neither chunks nor ranks change them."""
+
+    def drawn(seed: int, step: int, numbers: list[int]) -> torch.Tensor:
+        asked = Gradients(teachers=torch.tensor(numbers), values=torch.zeros(len(numbers), 2, 5), step=step)
+        return per_teacher(lambda g, u: u, whole_numbers=False, l2_bound=10.0, seed=seed)(asked).rows
+
+    expected = streams.uniform(3, "plug-in", 7, teachers=torch.tensor([4, 5]), count=10).view(2, 2, 5)
+    assert torch.equal(drawn(3, 7, [4, 5]), expected.to(torch.float64))
+    assert torch.equal(drawn(3, 7, [5]), drawn(3, 7, [4, 5])[1:])
+    for other in (drawn(4, 7, [4, 5]), drawn(3, 8, [4, 5]), drawn(3, 7, [5, 6])):
+        assert not torch.equal(other, drawn(3, 7, [4, 5]))

@@ -1,0 +1,79 @@
+"""`datalens.topagg`: the function charges before it draws, and gives what TopAgg gives."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from datalens import Budget, BudgetExceeded, DatalensError, Ledger, topagg
+from datalens.bounded.contributions import Gradients, sum_bounded
+from datalens.bounded.topk_sign import TopKSign
+
+
+def ledger(epsilon: float = 5.0) -> Ledger:
+    return Ledger.in_memory(Budget(epsilon=epsilon, delta=1e-5, relation="add-remove", accountant="exact"))
+
+
+def agreed(teachers: int = 4000) -> torch.Tensor:
+    return torch.ones(teachers, 6) * torch.tensor([0.5, -0.5, 0.5, 0.0, 0.0, 0.0])
+
+
+def test_the_direction_all_teachers_want() -> None:
+    book = ledger()
+    found = topagg(agreed(), k=3, sigma=100.0, ledger=book, beta=0.5)
+    assert found.direction.tolist() == [1, -1, 1, 0, 0, 0]
+    assert len(book.events) == 1 and found.released.event == book.events[0]
+    event = book.events[0]
+    assert (event.l2_bound, event.diameter, event.sigma) == (math.sqrt(3), 2 * math.sqrt(3), 100.0)  # type: ignore[union-attr]
+    assert found.spent == book.spent() and "δ = 1e-05, add-remove, exact" in found.cost
+    again = topagg(agreed().numpy(), k=3, sigma=100.0, ledger=book, decode="linear")
+    assert again.spent > found.spent and again.direction[0] == pytest.approx(1.0, abs=0.2)
+
+
+def test_queries_together_cost_what_they_cost_one_by_one() -> None:
+    together, alone = ledger(), ledger()
+    found = topagg(agreed().unsqueeze(1).repeat(1, 4, 1), k=3, sigma=100.0, ledger=together)
+    assert found.direction.shape == (4, 6)
+    for _ in range(4):
+        topagg(agreed(), k=3, sigma=100.0, ledger=alone)
+    assert together.spent() == pytest.approx(alone.spent(), rel=1e-9)
+
+
+def test_past_the_budget_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datalens.privacy import noise
+
+    book = ledger(0.1)
+
+    def never(*_: object) -> None:
+        raise AssertionError("noise was drawn before it was paid for")
+
+    monkeypatch.setattr(noise.ExactNoise, "integers", never)
+    with pytest.raises(BudgetExceeded):
+        topagg(agreed(), k=3, sigma=1.0, ledger=book)
+    assert book.events == ()
+    with pytest.raises(AssertionError):  # the check can fail
+        topagg(agreed(), k=3, sigma=1000.0, ledger=book)
+    assert len(book.events) == 1  # and what was charged stays so
+
+
+def test_it_is_the_votes_of_training_with_noise() -> None:
+    random = torch.Generator().manual_seed(1)
+    gradients = torch.randn(50, 9, generator=random)
+    found = topagg(gradients, k=4, sigma=0.01, ledger=ledger(math.inf), noise="gaussian", noise_seed=1)
+    compress = TopKSign(k=4, clip=math.inf, quantise=True, seed=0)
+    votes = sum_bounded([compress(Gradients(teachers=torch.arange(50), values=gradients.unsqueeze(1), step=0))])
+    assert np.array_equal(found.released.value, votes.private_total.numpy())
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(2, 0), torch.zeros(0, 3), torch.zeros(1, 2, 3, 4)])
+def test_bad_shapes(bad: torch.Tensor) -> None:
+    with pytest.raises(DatalensError, match="gradients must be"):
+        topagg(bad, k=1, sigma=1.0, ledger=ledger())
+
+
+def test_no_noise_and_too_large_k() -> None:
+    with pytest.raises(DatalensError, match="sigma must be above 0"):
+        topagg(agreed(), k=1, sigma=0.0, ledger=ledger())
+    with pytest.raises(DatalensError, match="k = 9"):
+        topagg(agreed(), k=9, sigma=9.0, ledger=ledger())
