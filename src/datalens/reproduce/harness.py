@@ -143,6 +143,8 @@ def reproduce(
         raise DatalensError(f"--from {stored} is not a folder: docs/results is one")
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device, stored=stored)
+    if name in appendix_a.TITLES:
+        return dpsgd.reproduce(name, full=full, out=out, device=device, cells=stored and stored / "dpsgd")
     if name not in known and stored is not None:
         raise DatalensError(f"{name} cannot be made --from kept cells: leave it out")
     if name == "runtime":
@@ -151,8 +153,6 @@ def reproduce(
         return table6.reproduce(full=full, out=out, device=device)
     if name == "theory":
         return theory.reproduce(full=full, out=out, device=device)
-    if name in appendix_a.TITLES:
-        return dpsgd.reproduce(name, full=full, out=out, device=device)
     table, mode = known[name], "full" if full else "quick"
     kept_as = table.kept_as or name
     folder = out / f"{name}-{mode}"
