@@ -92,14 +92,14 @@ def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any]
 
 def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     """Some cells, and some seeds of them, as they come with the project: shown, and nothing is trained."""
-    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "dpsgd", "cpu", workers=1)
+    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "kept" / "dpsgd", "cpu", workers=1)
     first = dpsgd.candidates("mnist", 0.2, 0.8, "norm", mode)[0]
     (theirs,) = dpsgd.printed("mnist", 0.2, 0.8, "norm")
     second = dpsgd.replace(first, clip=0.7, rate=3)  # of no grid
     lab.all([(second, seed) for seed in (0, 1, 2)] + [(dpsgd.replace(first, held_out=True), 1000), (theirs, 0)])
     assert set(lab.kept()) == {second, dpsgd.replace(first, held_out=True), theirs}
     pretended.clear()
-    found = harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path)
+    found = harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path / "kept")
     assert not pretended
     shown = [row for row in found["rows"] if row["ours"] is not None]
     assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.2", "TopAgg norm k=0.8", 3)]

@@ -144,8 +144,7 @@ def reproduce(
     if name == "figure2":
         return figure2.reproduce(full=full, out=out, device=device, stored=stored)
     if name in appendix_a.TITLES:
-        kept = None if stored is None else stored / "dpsgd"
-        return dpsgd.reproduce(name, full=full, out=out, device=device, cells=kept)
+        return dpsgd.reproduce(name, full=full, out=out, device=device, cells=stored and stored / "dpsgd")
     if name not in known and stored is not None:
         raise DatalensError(f"{name} cannot be made --from kept cells: leave it out")
     if name == "runtime":
