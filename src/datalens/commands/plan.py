@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
@@ -20,12 +20,15 @@ from datalens.config import (
     TrainOptions,
     WarmStart,
 )
-from datalens.theory.choose import Suggestion
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
     "covariance's noise by the squared clip norm"
 )
+
+
+if TYPE_CHECKING:
+    from datalens.theory.choose import Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ class Plan:
         return 0
 
 
-def _advice(best: Suggestion, settings: Settings) -> str:
+def _advice(best: "Suggestion", settings: Settings) -> str:
     """What Theorem 6 says; what is done stays what was asked for."""
     return (
         f"suggestion: --k {best.k} (here {settings.k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
