@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from datalens import live
 from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
 from datalens.config import TrainOptions
@@ -376,6 +378,9 @@ class OneRun:
 
     def log(self, step: int, **values: float) -> None:
         pass
+
+    def watched(self, what: str, total: int) -> AbstractContextManager[live.View]:
+        return live.view(what, total, self.ledger)
 
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
         assert self.told is not None
