@@ -129,7 +129,7 @@ def test_inspect_of_arrays(datalens, tmp_path):
 
 
 def train(datalens, data, tmp_path, *options):
-    return datalens("train", "--data", data, "--nominal-size", 600, "--out", tmp_path / "run", *options)
+    return datalens("train", "--data", data, "--nominal-size", 60, "--out", tmp_path / "run", *options)
 
 
 def test_one_class_only(datalens, tmp_path):
