@@ -322,6 +322,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, cells: Path | No
         lines = TABLES[name](Lab(cells, "cpu", workers=1, trains=False), Mode.of(full))
         if all(line["ours"] is None for line in lines):
             raise DatalensError(f"{cells} has no trainings of {name}: name another folder, or leave --cells out")
+        out.mkdir(parents=True, exist_ok=True)
         return write(name, lines, out, full=full)
     place = str(choose_device(device))
     cores = os.cpu_count() or 1
