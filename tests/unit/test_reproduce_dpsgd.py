@@ -99,7 +99,7 @@ def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     lab.all([(second, seed) for seed in (0, 1, 2)] + [(dpsgd.replace(first, held_out=True), 1000), (theirs, 0)])
     assert set(lab.kept()) == {second, dpsgd.replace(first, held_out=True), theirs}
     pretended.clear()
-    found = harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path / "kept")
+    found = harness.reproduce("table8", full=True, out=tmp_path / "shown", device="cpu", stored=tmp_path / "kept")
     assert not pretended
     shown = [row for row in found["rows"] if row["ours"] is not None]
     assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.2", "TopAgg norm k=0.8", 3)]

@@ -92,7 +92,9 @@ def _plot(name: str, lines: list[Line], path: Path) -> None:
     ]
     panels = [(title, [r for r in rows if epsilon(r) < INF and r["ours"] is not None]) for title, rows in panels]
     panels = [(title, rows) for title, rows in panels if rows]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(max(7.0, 5.2 * len(panels)), 4.2), layout="constrained", squeeze=False
+    )
     for place, (title, rows) in zip(axes[0], panels, strict=True):
         for number, column in enumerate(dict.fromkeys(r["column"] for r in rows)):
             own = sorted((r for r in rows if r["column"] == column), key=epsilon)
