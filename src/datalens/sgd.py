@@ -21,7 +21,7 @@ import numpy as np
 from datalens.config import SgdSettings
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
-from datalens.datasets.records import Dataset
+from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
@@ -264,10 +264,10 @@ class Data:
 
 def by_person(found: Dataset) -> tuple[Dataset, list[int]]:
     """The records, person after person, and where each begins."""
-    assert found.ids is not None
-    _, whose = np.unique(found.ids, return_inverse=True)
+    keys = np.array(list(record_keys(found.images, found.ids, by_person=True)), dtype=object)
+    _, whose = np.unique(keys, return_inverse=True)
     order = np.argsort(whose, kind="stable")
-    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=found.ids[order])
+    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=keys[order])
     return ordered, [0, *np.cumsum(np.bincount(whose)).tolist()]
 
 
