@@ -30,7 +30,7 @@ from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
-from datalens.spending import check_reserved, check_room, reserve
+from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
     if options.resume:
-        check_reserved(read_config(options.out))
+        go_on(options.out)
         run = Run.open(options.out)
     else:
         if schema.read_off:

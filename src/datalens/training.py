@@ -32,7 +32,7 @@ from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
-from datalens.spending import check_reserved, check_room, reserve
+from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -375,7 +375,7 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
-        check_reserved(read_config(options.out))
+        go_on(options.out)
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None

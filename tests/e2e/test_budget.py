@@ -53,6 +53,7 @@ def test_resume_does_not_reserve_twice(
     datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datalens import training
+    from datalens.privacy.budget import DataBudget
 
     def crash(*_: object, **__: object) -> None:
         raise RuntimeError("kill -9")
@@ -64,6 +65,24 @@ def test_resume_does_not_reserve_twice(
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out)
     assert len(left(datalens, budget)["runs"]) == 1  # charged, though nothing was released
     older = (budget / "budget.jsonl").read_bytes().splitlines(keepends=True)[0]
+    datalens("train", "--resume", "--out", out).succeeded()
+    assert len(left(datalens, budget)["runs"]) == 1
+
+    shutil.copytree(out, tmp_path / "copy")
+    datalens("train", "--resume", "--out", tmp_path / "copy").succeeded()  # the first to go on has the reservation
+    before = (budget / "budget.jsonl").read_bytes()
+    for _ in range(2):
+        assert "a copy of this run has gone on" in datalens("train", "--resume", "--out", out).refused()
+    assert (budget / "budget.jsonl").read_bytes() == before
+    out = tmp_path / "copy"
+    datalens("train", "--resume", "--out", out).succeeded()
+
+    config = (out / "config.json").read_bytes()
+    with monkeypatch.context() as patch:  # killed between the two files
+        patch.setattr(DataBudget, "next_turn", crash)
+        with pytest.raises(RuntimeError, match="kill -9"):
+            datalens("train", "--resume", "--out", out)
+    assert (out / "config.json").read_bytes() != config and (out / "config.json").stat().st_mode & 0o077 == 0
     datalens("train", "--resume", "--out", out).succeeded()
     assert len(left(datalens, budget)["runs"]) == 1
 
