@@ -51,7 +51,10 @@ def _gaussian(law: str, facts: dict[str, Any]) -> GaussianEvent:
     return GaussianEvent(**{name: value for name, value in facts.items() if name != "coordinates"})
 
 
-DECIDED = "not all of this budget is Gaussian noise of one kind: it holds for runs that were decided on beforehand (docs/budget.md)"
+DECIDED = (
+    "not all of this budget is Gaussian noise of one kind: it holds for runs that were decided on beforehand "
+    "(docs/budget.md)"
+)
 
 
 def check_room(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> None:

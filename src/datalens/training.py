@@ -437,7 +437,7 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
         if s.mechanism:
             from datalens.plugins import mechanism
 
-            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma)
+            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma, noise=noise)
         student = datalens.train(run, crowd, s, mechanism=gate, device=device)
     crowd.dismiss()
     if run.completed == 0:

@@ -118,14 +118,11 @@ def _third_party(settings: AnySettings) -> tuple[str, ...]:
 def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
     if isinstance(settings, PeerSettings):
         return settings.mechanism(budget)
-    if isinstance(settings, Settings) and settings.plugins:
-        return {
-            "name": f"sum of teachers' bounded rows with Gaussian noise (TopAgg), with {settings.plugins}",
-            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
-        }
     if isinstance(settings, Settings):
+        votes = f"{_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)"
+        plugged = f"bounded rows with Gaussian noise (TopAgg), with {settings.plugins}"
         return {
-            "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
+            "name": f"sum of teachers' {plugged if settings.plugins else votes}",
             "sensitivity": f"{_lengths(settings)} per event: one {'person' if by_person else 'record'} changes one "
             "teacher's row",
         }
@@ -381,8 +378,11 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
 
 
 def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too."""
-    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent)}
+    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too.
+
+    What has no noise (DC-GAN) protects nobody, and says so: whose row it was does not matter.
+    """
+    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent) and math.isfinite(event.mu)}
     if schema.by_person and "record" in units:
         return ["the ledger was charged for single images, not for persons with all of theirs"]
     if schema.by_person and getattr(settings, "shares", "") == "balanced":
