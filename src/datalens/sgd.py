@@ -100,7 +100,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
     else:
         settings, schema, budget = plan(options, device)
         check_vacant(options.out)
-        check_room(options.budget, settings, schema, budget)
+        check_room(options, settings, schema, budget)
         for line in warnings(budget, schema):
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
@@ -117,7 +117,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
             budget=budget,
             schema=schema,
             data_sha256=data.sha256,
-            data_budget=reserve(options.budget, settings, schema, budget),
+            data_budget=reserve(options, settings, schema, budget),
         )
     try:
         if run.config["data_sha256"] != data.sha256:

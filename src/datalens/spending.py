@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datalens.config import AnySettings, MomentSettings, SgdSettings
 from datalens.datasets.schema import Schema
@@ -57,27 +57,43 @@ DECIDED = (
 )
 
 
-def check_room(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> None:
+class Asked(Protocol):
+    """The options that a run is begun with."""
+
+    @property
+    def budget(self) -> Path | None: ...
+
+    @property
+    def record_id(self) -> str | None: ...
+
+
+def check_room(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> None:
     """Before the long reading: would there be room?"""
-    if folder is not None:
-        with DataBudget.open(folder) as data:
-            data.check(planned(settings, schema, budget), budget, **_facts(settings, schema))
+    if options.budget is not None:
+        with DataBudget.open(options.budget) as data:
+            data.check(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
 
 
-def reserve(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> dict[str, str] | None:
+def reserve(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> dict[str, str] | None:
     """Before a run begins: set aside all it may charge. What config.json keeps of it, to show it again on --resume."""
+    folder = options.budget
     if folder is None:
         return None
     with DataBudget.open(folder) as data:
-        run = data.reserve(planned(settings, schema, budget), budget, **_facts(settings, schema))
+        run = data.reserve(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
         if len(data.reservations) > 1 and not may_follow(data.charges):
             say(f"note: {DECIDED}")
     return {"folder": str(folder.absolute()), "run": run}
 
 
-def _facts(settings: AnySettings, schema: Schema) -> dict[str, Any]:
-    """`GradientGate` charges no step twice; elsewhere what an interruption lost is charged again."""
+def _facts(options: Asked, settings: AnySettings, schema: Schema) -> dict[str, Any]:
+    """`GradientGate` charges no step twice; elsewhere what an interruption lost is charged again.
+
+    Persons by other ids are other units: what is paid for a visit does not add up to what is paid for a patient.
+    """
     unit = f"one {schema.record_unit}"
+    if schema.by_person:
+        unit += f", by {options.record_id or 'ids from Python'}"
     return {"data": schema.name, "unit": unit, "final": isinstance(settings, SgdSettings)}
 
 

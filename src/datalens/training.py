@@ -379,7 +379,7 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None
-    check_room(options.budget, job.settings, job.schema, job.budget)
+    check_room(options, job.settings, job.schema, job.budget)
     for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
@@ -400,7 +400,7 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
         schema=job.schema,
         data_sha256=f"{data.fingerprint:064x}",
         launch=launch(),
-        data_budget=reserve(options.budget, job.settings, job.schema, job.budget),
+        data_budget=reserve(options, job.settings, job.schema, job.budget),
     )
 
 

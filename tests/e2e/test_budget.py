@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -112,6 +113,20 @@ def test_a_crash_between_reserving_and_beginning_stays_charged(
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert len(left(datalens, budget)["runs"]) == 1
+
+
+def test_persons_by_other_ids_are_another_unit(datalens: Call, budget: Path, tmp_path: Path) -> None:
+    """By visit, and then by patient: neither total would be anybody's."""
+    images = np.random.default_rng(0).integers(0, 256, (800, 8, 8), dtype=np.uint8)
+    ids = {"visit": np.arange(800) // 2, "patient": np.arange(800) // 4}
+    np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(800, int), classes=np.array(["a"]), **ids)
+    own = ("train", "--data", tmp_path / "a.npz", "--nominal-size", 400, "--coordinates", 4, "--texture", 0)
+    own = (*own, "--epsilon", 0.5, "--budget", budget)
+    datalens(*own, "--record-id", "visit", "--out", tmp_path / "v").succeeded()
+    for other in (("--record-id", "patient"), ()):
+        why = datalens(*own, *other, "--out", tmp_path / "p").refused()
+        assert "by visit" in why and "use the same --record-id" in why
+    datalens(*own, "--record-id", "visit", "--out", tmp_path / "w").succeeded()
 
 
 def test_bad_options(datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_persons(datalens, tmp_path):
     assert datalens("verify", run, "--json").succeeded().json["ok"]
     certificate = json.loads((run / "release" / "certificate.json").read_text(encoding="utf-8"))
     assert certificate["privacy_unit"] == "one person (all images with the same record id)"
+    assert any("a person with several record ids" in said for said in certificate["not_covered"])
     assert "over all images and classes" in certificate["mechanism"]["sensitivity"]
     charged = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()][1:]
     assert {charge["event"]["row_unit"] for charge in charged} == {"person"}

@@ -234,7 +234,7 @@ def test_a_plan_that_is_final_reserves_itself(tmp_path: Path) -> None:
         ({"relation": "replace-one"}, "add --relation add-remove"),
         ({"parts": [(gaussian(9.0, noise="seeded"), 1)]}, "--noise-seed is not private"),
         ({"data": "cars"}, "is the budget of faces, not of cars"),
-        ({"unit": "one person"}, "protects one image, this run one person"),
+        ({"unit": "one person"}, "protects one image, this run one person: use the same --record-id"),
     ],
 )
 def test_runs_that_do_not_belong(tmp_path: Path, change: dict[str, Any], why: str) -> None:

@@ -173,7 +173,10 @@ class DataBudget:
             )
         other = {reservation.unit for reservation in self.reservations} - {unit}
         if other:
-            raise DatalensError(f"{self.path.parent} protects {other.pop()}, this run {unit}: use another --budget")
+            raise DatalensError(
+                f"{self.path.parent} protects {other.pop()}, this run {unit}: use the same --record-id in all runs, or "
+                "another --budget"
+            )
         charges = tuple(parts) if final else most_charged(parts, budget)
         if not self._fits(charges):
             self._refuse(charges, budget)

@@ -43,6 +43,7 @@ NOT_COVERED = (
     "other releases made from the same data (their costs add up)",
     "timing and other side channels of the machine that trained",
 )
+SEVERAL_IDS = "a person with several record ids: all images of one id are protected together, several ids are not"
 DECLARED_PUBLIC = (
     "the name of the data set, its classes, and the size and channels of its images",
     "the nominal number of records (under add-remove the true number is private)",
@@ -103,7 +104,7 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
         "declared_public": declared_public(schema),
-        "not_covered": [*NOT_COVERED, *_third_party(settings)],
+        "not_covered": [*NOT_COVERED, *([SEVERAL_IDS] if schema.by_person else []), *_third_party(settings)],
         "chain": CHAIN,
         "settings": settings.as_dict(),
     }
