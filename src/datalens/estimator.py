@@ -12,7 +12,6 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.config import TrainOptions
-from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError, TamperedError
 
 if TYPE_CHECKING:
@@ -52,6 +51,11 @@ class Certificate:
 
     def as_dict(self) -> dict[str, Any]:
         return dict(self._fields)
+
+
+# Options of `datalens train` that have another place here, or none: what is ignored in silence is not asked for.
+_NOT_HERE = ("data", "data_folder", "out", "resume", "json", "budget", "nominal_size")
+_OF_FILES = ("label", "classes", "image_size", "grayscale", "record_id")
 
 
 class DataLens(BaseEstimator):
@@ -127,17 +131,29 @@ class DataLens(BaseEstimator):
         images: numpy or torch, uint8 or floats in [0, 1], [n, height, width] or with channels; or a Hugging Face
         `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
         labels: one an image, whole numbers or names; left out, all images are of one class.
-        groups: whose image each is. Then a person, with all of their images, is what is protected, and what
-        `nominal_size` counts.
+        groups: one id an image, text or whole numbers: whose it is. Then a person, with all of their images, is what
+        is protected, and what nominal_size counts; without it, each image is protected by itself.
         """
-        from datalens.datasets.arrays import as_arrays, as_groups, named_labels
-        from datalens.datasets.records import Dataset
+        from datalens.datasets.arrays import records_and_classes
         from datalens.training import train
 
-        pixels, found, known = as_arrays(images, labels)
-        numbers, values = named_labels(found, known if self.classes is None else self.classes)
-        whose = None if groups is None else as_groups(groups, len(pixels))
-        records = Dataset(schema=self._schema(pixels, values, whose), images=pixels, labels=numbers, ids=whose)
+        counted = "records" if groups is None else "persons"
+        if self.nominal_size is None and self.relation == "add-remove":
+            warnings.warn(
+                f"the true number of {counted} is declared public; under add-remove it is private: say about how many "
+                "there are with nominal_size=",
+                stacklevel=2,
+            )
+        records, values = records_and_classes(
+            images,
+            labels,
+            nominal_size=self.nominal_size,
+            classes=self.classes,
+            ids=groups,
+            by_person=groups is not None,
+            name=self.name,
+            size_is_public=self.relation == "replace-one",
+        )
         home = tempfile.TemporaryDirectory(prefix="datalens-")  # for the owner's eyes only; gone with the model
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         train(self._asked(run), records=records)
@@ -212,34 +228,6 @@ class DataLens(BaseEstimator):
         model.classes_ = np.array(load_generator(release)[1])
         return model
 
-    def _schema(self, images: np.ndarray, classes: Sequence[Any], whose: np.ndarray | None) -> Schema:
-        _, height, width, channels = images.shape
-        read_off = [] if self.classes is not None else ["the classes that occur"]
-        if self.nominal_size is None and self.relation == "add-remove":
-            units = "records" if whose is None else "persons"
-            read_off.insert(
-                0, f"the true number of {units} (whoever knows all but one can tell from it if that is there)"
-            )
-            warnings.warn(
-                f"the true number of {units} is declared public; under add-remove it is private: say about how many "
-                "there are with nominal_size=",
-                stacklevel=3,
-            )
-        count = len(images) if whose is None else len(np.unique(whose))
-        size = count if self.nominal_size is None else self.nominal_size
-        if type(size) is not int or size < 1:
-            raise DatalensError(f"nominal_size must be a whole number of at least 1, not {size!r}")
-        return Schema(
-            name=self.name,
-            height=height,
-            width=width,
-            channels=channels,
-            classes=tuple(str(value) for value in classes),
-            nominal_size=size,
-            record_unit=IMAGE if whose is None else PERSON,
-            note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
-        )
-
     def _asked(self, run: Path) -> TrainOptions:
         own = (
             "epsilon",
@@ -255,7 +243,7 @@ class DataLens(BaseEstimator):
         )
         asked = {name: getattr(self, name) for name in own} | dict(self.options or {})
         kinds = get_type_hints(TrainOptions)
-        unknown = [name for name in asked if name not in kinds or name in ("data", "out", "resume", "json")]
+        unknown = [name for name in asked if name not in kinds or name in (*_NOT_HERE, *_OF_FILES)]
         if unknown:
             raise DatalensError(f"options: {unknown[0]!r} is no option of `datalens train` that can be set from here")
         for name, value in asked.items():

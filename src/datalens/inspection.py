@@ -18,7 +18,7 @@ from datalens.datasets import formats
 from datalens.datasets.images import WORKERS, Encoded
 from datalens.datasets.own import LARGEST, SMALLEST, Found, Reading
 from datalens.datasets.pixels import Kind, checked_kind
-from datalens.datasets.records import Dataset, block_records, draw
+from datalens.datasets.records import Dataset, block_records, draw, person_key
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.plan import costs, make_plan, warnings
@@ -53,12 +53,13 @@ def inspect(
     modes = Counter(look.kind.mode for look in looks if look.kind)
     per_class = Counter(dict.fromkeys(classes, 0))
     per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
-    persons = len(set(ids)) if reading.record_id is not None else None
+    whose = Counter(person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else []))
+    persons = len(whose) if reading.record_id is not None else None
     found: dict[str, Any] = {
         "path": str(path),
         "records": len(labels),
         "persons": persons,
-        "most_images_of_a_person": max(Counter(ids).values()) if persons else None,
+        "most_images_of_a_person": max(whose.values()) if persons else None,
         "looked_into": len(looks),
         "classes": dict(per_class),
         "sizes": dict(sizes.most_common()),
@@ -73,17 +74,17 @@ def inspect(
     return found
 
 
-def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[str], list[Look], list[str]]:
+def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
     """Labels and ids of all; looks, and names, of those that were looked into."""
     if isinstance(listed, Dataset):
         return _look_at_arrays(listed, most)
     labels: list[np.ndarray] = [np.zeros(0, np.int64)]
-    ids: list[str] = []
+    ids: list[Any] = []
     looks: list[Look] = []
     names: list[str] = []
     for some in listed.encoded(BLOCK):  # how many there are; encoded images are not read for it
         labels.append(some.labels)
-        ids += [str(one) for one in some.ids]
+        ids += some.ids
     count = len(ids)
     chosen = draw(count, count if most is None else most, seed=0)
     wanted = np.zeros(count, dtype=bool)
@@ -117,7 +118,7 @@ def _one(some: Encoded, i: int) -> Look:
         return Look(digest=digest, kind=None, problem=str(error))
 
 
-def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[str], list[Look], list[str]]:
+def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
     """Arrays were checked when they were opened."""
     schema, count = listed.schema, len(listed.images)
     kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
@@ -129,7 +130,7 @@ def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list
             part = listed.images[start : min(start + size, len(chosen))]
             looks += [Look(digest=hashlib.sha256(image.tobytes()).digest(), kind=kind, problem=None) for image in part]
             progress.advance(task, len(part))
-    return listed.labels, [str(one) for one in ids], looks, [f"record {i}" for i in chosen]
+    return listed.labels, ids, looks, [f"record {i}" for i in chosen]
 
 
 def _problems(

@@ -21,7 +21,7 @@ import numpy as np
 from datalens.config import SgdSettings
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
-from datalens.datasets.records import Dataset
+from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
@@ -30,7 +30,7 @@ from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
-from datalens.spending import check_reserved, check_room, reserve
+from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -100,12 +100,12 @@ def train(options: SgdOptions) -> dict[str, Any]:
     else:
         settings, schema, budget = plan(options, device)
         check_vacant(options.out)
-        check_room(options.budget, settings, schema, budget)
+        check_room(options, settings, schema, budget)
         for line in warnings(budget, schema):
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
     if options.resume:
-        check_reserved(read_config(options.out))
+        go_on(options.out)
         run = Run.open(options.out)
     else:
         if schema.read_off:
@@ -117,7 +117,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
             budget=budget,
             schema=schema,
             data_sha256=data.sha256,
-            data_budget=reserve(options.budget, settings, schema, budget),
+            data_budget=reserve(options, settings, schema, budget),
         )
     try:
         if run.config["data_sha256"] != data.sha256:
@@ -264,10 +264,10 @@ class Data:
 
 def by_person(found: Dataset) -> tuple[Dataset, list[int]]:
     """The records, person after person, and where each begins."""
-    assert found.ids is not None
-    _, whose = np.unique(found.ids, return_inverse=True)
+    keys = np.array(list(record_keys(found.images, found.ids, by_person=True)), dtype=object)
+    _, whose = np.unique(keys, return_inverse=True)
     order = np.argsort(whose, kind="stable")
-    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=found.ids[order])
+    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=keys[order])
     return ordered, [0, *np.cumsum(np.bincount(whose)).tolist()]
 
 

@@ -1,7 +1,11 @@
 """What a run will charge, from its settings alone, and its place in the data set's own budget (`privacy/budget.py`)."""
 
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datalens.config import AnySettings, MomentSettings, SgdSettings
 from datalens.datasets.schema import Schema
@@ -11,7 +15,9 @@ from datalens.plan import costs
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget
+from datalens.privacy.reserve import may_follow
 from datalens.progress import say
+from datalens.runs import read_config, write_atomically
 
 
 def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
@@ -45,46 +51,87 @@ def _gaussian(law: str, facts: dict[str, Any]) -> GaussianEvent:
     return GaussianEvent(**{name: value for name, value in facts.items() if name != "coordinates"})
 
 
-DECIDED = "not all of this budget is Gaussian noise: it holds for runs that were decided on beforehand (docs/budget.md)"
+DECIDED = (
+    "not all of this budget is Gaussian noise of one kind: it holds for runs that were decided on beforehand "
+    "(docs/budget.md)"
+)
 
 
-def check_room(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> None:
+class Asked(Protocol):
+    """The options that a run is begun with."""
+
+    @property
+    def budget(self) -> Path | None: ...
+
+    @property
+    def record_id(self) -> str | None: ...
+
+
+def check_room(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> None:
     """Before the long reading: would there be room?"""
-    if folder is not None:
-        with DataBudget.open(folder) as data:
-            data.check(planned(settings, schema, budget), budget, **_facts(settings, schema))
+    if options.budget is not None:
+        with DataBudget.open(options.budget) as data:
+            data.check(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
 
 
-def reserve(folder: Path | None, settings: AnySettings, schema: Schema, budget: Budget) -> dict[str, str] | None:
+def reserve(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> dict[str, str] | None:
     """Before a run begins: set aside all it may charge. What config.json keeps of it, to show it again on --resume."""
+    folder = options.budget
     if folder is None:
         return None
     with DataBudget.open(folder) as data:
-        run = data.reserve(planned(settings, schema, budget), budget, **_facts(settings, schema))
-        if len(data.reservations) > 1 and not _all_gaussian(data):
+        run = data.reserve(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
+        if len(data.reservations) > 1 and not may_follow(data.charges):
             say(f"note: {DECIDED}")
     return {"folder": str(folder.absolute()), "run": run}
 
 
-def _facts(settings: AnySettings, schema: Schema) -> dict[str, Any]:
-    """`GradientGate` charges no step twice; elsewhere what an interruption lost is charged again."""
+def _facts(options: Asked, settings: AnySettings, schema: Schema) -> dict[str, Any]:
+    """`GradientGate` charges no step twice; elsewhere what an interruption lost is charged again.
+
+    Persons by other ids are other units: what is paid for a visit does not add up to what is paid for a patient.
+    """
     unit = f"one {schema.record_unit}"
+    if schema.by_person:
+        unit += f", by {options.record_id or 'ids from Python'}"
     return {"data": schema.name, "unit": unit, "final": isinstance(settings, SgdSettings)}
 
 
-def check_reserved(config: dict[str, Any]) -> None:
-    """Before a run goes on: its reservation is there, and is not made twice."""
-    kept = config.get("data_budget")
-    if kept is None:
-        return
+@contextlib.contextmanager
+def reserved(config: dict[str, Any]) -> Iterator[tuple[DataBudget, str]]:
+    """The budget a run has its reservation in, and the run's turn: refused where it has none, or a copy has it."""
+    kept = config["data_budget"]
     if not isinstance(kept, dict) or not all(isinstance(kept.get(name), str) for name in ("folder", "run")):
         raise DatalensError("data_budget in config.json is damaged: put a copy of the file in its place")
     with DataBudget.open(Path(kept["folder"])) as data:
-        if not data.holds(kept["run"]):
+        turn = data.turn(kept["run"])
+        if turn is None:
             raise DatalensError(
                 f"the budget in {kept['folder']} does not know this run: it is an older copy, or another data set's; "
                 "put the right one in its place"
             )
+        if turn not in (kept.get("turn", kept["run"]), kept.get("next")):
+            raise DatalensError(
+                "a copy of this run has gone on since, by the same reservation: go on with that one, or start another "
+                "run with one of its own"
+            )
+        yield data, turn
+
+
+def go_on(path: Path) -> None:
+    """Before the run in `path` goes on: its reservation is there, is not made twice, and no copy of it has gone on.
+
+    config.json has the turn it has now and the one it takes next; written first, so that a kill in between locks
+    nobody out. A copy still shows the turn that was taken.
+    """
+    config = read_config(path)
+    if config.get("data_budget") is None:
+        return
+    with reserved(config) as (data, turn):
+        following = secrets.token_hex(16)
+        config["data_budget"] |= {"turn": turn, "next": following}
+        write_atomically(path / "config.json", json.dumps(config, indent=1).encode(), private=True)
+        data.next_turn(config["data_budget"]["run"], following)
 
 
 def standing(config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -92,8 +139,7 @@ def standing(config: dict[str, Any]) -> list[tuple[str, str]]:
     if config.get("data_budget") is None:
         return []
     try:
-        check_reserved(config)
-        with DataBudget.open(Path(config["data_budget"]["folder"])) as data:
+        with reserved(config) as (data, _):
             _, lines = describe(data)
     except DatalensError as error:
         return [("Budget of the data set", f"cannot be read: {error}")]
@@ -120,11 +166,7 @@ def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
         f"reserved by {len(data.reservations)} runs: {data.describe(spent, accountant)}",
         f"left for one more run with Gaussian noise: {data.describe(left, 'exact')}",
     ]
-    if not _all_gaussian(data):
+    if not may_follow(data.charges):
         lines.append(DECIDED)
     lines.append("private, like the data: keep this folder, and no older copy of it")
     return fields, lines
-
-
-def _all_gaussian(data: DataBudget) -> bool:
-    return all(isinstance(event, GaussianEvent) for event, _ in data.charges)

@@ -32,7 +32,7 @@ from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
-from datalens.spending import check_reserved, check_room, reserve
+from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -375,11 +375,11 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
-        check_reserved(read_config(options.out))
+        go_on(options.out)
         return Run.open(options.out)
     check_vacant(options.out)
     assert job.budget is not None
-    check_room(options.budget, job.settings, job.schema, job.budget)
+    check_room(options, job.settings, job.schema, job.budget)
     for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
@@ -400,7 +400,7 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
         schema=job.schema,
         data_sha256=f"{data.fingerprint:064x}",
         launch=launch(),
-        data_budget=reserve(options.budget, job.settings, job.schema, job.budget),
+        data_budget=reserve(options, job.settings, job.schema, job.budget),
     )
 
 
@@ -437,7 +437,7 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
         if s.mechanism:
             from datalens.plugins import mechanism
 
-            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma)
+            gate = ThirdParty(mechanism=mechanism(s.mechanism)[0](s.sigma, noise), sigma=s.sigma, noise=noise)
         student = datalens.train(run, crowd, s, mechanism=gate, device=device)
     crowd.dismiss()
     if run.completed == 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -53,6 +54,7 @@ def test_resume_does_not_reserve_twice(
     datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datalens import training
+    from datalens.privacy.budget import DataBudget
 
     def crash(*_: object, **__: object) -> None:
         raise RuntimeError("kill -9")
@@ -64,6 +66,24 @@ def test_resume_does_not_reserve_twice(
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out)
     assert len(left(datalens, budget)["runs"]) == 1  # charged, though nothing was released
     older = (budget / "budget.jsonl").read_bytes().splitlines(keepends=True)[0]
+    datalens("train", "--resume", "--out", out).succeeded()
+    assert len(left(datalens, budget)["runs"]) == 1
+
+    shutil.copytree(out, tmp_path / "copy")
+    datalens("train", "--resume", "--out", tmp_path / "copy").succeeded()  # the first to go on has the reservation
+    before = (budget / "budget.jsonl").read_bytes()
+    for _ in range(2):
+        assert "a copy of this run has gone on" in datalens("train", "--resume", "--out", out).refused()
+    assert (budget / "budget.jsonl").read_bytes() == before
+    out = tmp_path / "copy"
+    datalens("train", "--resume", "--out", out).succeeded()
+
+    config = (out / "config.json").read_bytes()
+    with monkeypatch.context() as patch:  # killed between the two files
+        patch.setattr(DataBudget, "next_turn", crash)
+        with pytest.raises(RuntimeError, match="kill -9"):
+            datalens("train", "--resume", "--out", out)
+    assert (out / "config.json").read_bytes() != config and (out / "config.json").stat().st_mode & 0o077 == 0
     datalens("train", "--resume", "--out", out).succeeded()
     assert len(left(datalens, budget)["runs"]) == 1
 
@@ -93,6 +113,20 @@ def test_a_crash_between_reserving_and_beginning_stays_charged(
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert len(left(datalens, budget)["runs"]) == 1
+
+
+def test_persons_by_other_ids_are_another_unit(datalens: Call, budget: Path, tmp_path: Path) -> None:
+    """By visit, and then by patient: neither total would be anybody's."""
+    images = np.random.default_rng(0).integers(0, 256, (800, 8, 8), dtype=np.uint8)
+    ids = {"visit": np.arange(800) // 2, "patient": np.arange(800) // 4}
+    np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(800, int), classes=np.array(["a"]), **ids)
+    own = ("train", "--data", tmp_path / "a.npz", "--nominal-size", 400, "--coordinates", 4, "--texture", 0)
+    own = (*own, "--epsilon", 0.5, "--budget", budget)
+    datalens(*own, "--record-id", "visit", "--out", tmp_path / "v").succeeded()
+    for other in (("--record-id", "patient"), ()):
+        why = datalens(*own, *other, "--out", tmp_path / "p").refused()
+        assert "by visit" in why and "use the same --record-id" in why
+    datalens(*own, "--record-id", "visit", "--out", tmp_path / "w").succeeded()
 
 
 def test_bad_options(datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path) -> None:

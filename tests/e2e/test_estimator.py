@@ -100,6 +100,21 @@ def test_what_is_not_declared_is_read_off_and_said(tmp_path: Path) -> None:
     assert "note" not in same.certificate.public
 
 
+def test_persons_as_the_unit(tmp_path: Path) -> None:
+    images, labels = pictures()
+    persons = [f"patient number {i // 3}" for i in range(300)]
+    with pytest.warns(UserWarning, match="true number of persons"):
+        model = DataLens(**SMALL, classes=("cat", "dog")).fit(images, labels, groups=persons)
+    said = model.certificate
+    assert said.privacy_unit.startswith("one person") and said.public["nominal_size"] == 100
+    assert said.settings["unit"] == "person"
+    model.save(tmp_path / "r")
+    assert not check_release(tmp_path / "r").problems
+    assert not any(b"patient number" in path.read_bytes() for path in (tmp_path / "r").iterdir())  # no id leaves
+    with pytest.raises(DatalensError, match="ids must be 300"):
+        DataLens(**SMALL, **PUBLIC).fit(images, labels, groups=persons[:5])
+
+
 def test_nothing_private_is_left_behind(model: DataLens) -> None:
     assert [path.name for path in model.release_.parent.iterdir()] == ["release"]
     assert model.release_.parent.parent.stat().st_mode & 0o077 == 0
@@ -134,7 +149,7 @@ def test_a_person_with_several_images_is_protected_as_a_whole(tmp_path: Path) ->
     model.save(tmp_path / "r")
     assert not check_release(tmp_path / "r").problems
     assert '"row_unit":"person"' in (tmp_path / "r" / "ledger.jsonl").read_text()
-    with pytest.raises(DatalensError, match="groups must be 300"):
+    with pytest.raises(DatalensError, match="ids must be 300"):
         DataLens(**SMALL, **public).fit(images, labels, groups=[1, 2])
 
 
@@ -146,6 +161,8 @@ def test_a_person_with_several_images_is_protected_as_a_whole(tmp_path: Path) ->
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"options": {"textures": 0}}, "'textures' is no option"),
         ({"options": {"out": "x"}}, "'out' is no option"),
+        ({"options": {"record_id": "patient"}}, "'record_id' is no option"),
+        ({"options": {"nominal_size": 5}}, "'nominal_size' is no option"),
         ({"nominal_size": 0}, "nominal_size must be"),
         ({"classes": ("cat", "cat")}, "distinct"),
         ({"classes": ("cat",)}, "label 1 is none of the 1 classes"),
@@ -218,7 +235,7 @@ def test_labels_by_name_by_number_or_not_at_all() -> None:
     assert named_labels(np.array([1, 0]), ("a", "b"))[0].tolist() == [1, 0]
     images, _ = pictures(6)
     _, found, names = as_arrays(images)
-    assert found.tolist() == [0] * 6 and names == ("image",)
+    assert found.tolist() == [0] * 6 and names == ("all",)
 
 
 @pytest.mark.parametrize(

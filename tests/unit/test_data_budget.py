@@ -23,6 +23,7 @@ from datalens.privacy.events import (
     SubsampledGaussianEvent,
 )
 from datalens.privacy.ledger import Budget
+from datalens.privacy.reserve import may_follow
 
 DELTA = 1e-5
 
@@ -126,6 +127,20 @@ def test_a_mix_is_priced_by_an_accountant_that_knows_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["exact", "rdp", "rdp-improved", "pld"])
+def test_what_is_reserved_is_as_loud_by_either_measure(name: AccountantName) -> None:
+    """Beside sampled runs Gaussian noise is priced by rho: no smaller than what its ledger may add up to by mu."""
+    ((event, _),) = most_charged(PLAIN, budget(1.0, name))
+    assert isinstance(event, GaussianEvent)
+    assert event.mu**2 / 2 == event.rho
+
+
+def test_only_one_kind_of_noise_may_follow_what_was_seen() -> None:
+    smooth, coarse = discrete(20.0, 1.0), discrete(3.0, 1.0)
+    assert may_follow([(smooth, 1), (gaussian(3.0), 2)]) and may_follow([(coarse, 3)]) and may_follow([])
+    assert not may_follow([(smooth, 1), (coarse, 1)]) and not may_follow([(smooth, 1), (laplace(3.0), 1)])
+
+
+@pytest.mark.parametrize("name", ["exact", "rdp", "rdp-improved", "pld"])
 def test_gaussian_runs_reserve_all_their_budget_holds(name: AccountantName) -> None:
     """Whatever releases are lost and charged again: the run's own ledger stops at that mu²."""
     ((event, times),) = most_charged(PLAIN, budget(1.0, name))
@@ -210,7 +225,7 @@ def test_a_plan_that_is_final_reserves_itself(tmp_path: Path) -> None:
         parts = [(sampled(2.0, 10), 1)]
         run = data.reserve(parts, budget(3.0, "prv"), data="faces", unit="one image", final=True)
         assert data.charges == tuple(parts)
-        assert data.holds(run) and not data.holds("another")
+        assert data.turn(run) and data.turn("another") is None
 
 
 @pytest.mark.parametrize(
@@ -219,7 +234,7 @@ def test_a_plan_that_is_final_reserves_itself(tmp_path: Path) -> None:
         ({"relation": "replace-one"}, "add --relation add-remove"),
         ({"parts": [(gaussian(9.0, noise="seeded"), 1)]}, "--noise-seed is not private"),
         ({"data": "cars"}, "is the budget of faces, not of cars"),
-        ({"unit": "one person"}, "protects one image, this run one person"),
+        ({"unit": "one person"}, "protects one image, this run one person: use the same --record-id"),
     ],
 )
 def test_runs_that_do_not_belong(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -259,8 +274,12 @@ def test_it_is_read_back_and_set_once(tmp_path: Path) -> None:
         run = reserve(data, 1.0)
     with DataBudget.open(tmp_path / "b") as again:
         assert (again.cap, again.reservations, again.spent()) == (data.cap, data.reservations, data.spent())
-        assert again.holds(run)
+        assert again.turn(run) == data.turn(run)
         reserve(again, 1.0)
+        again.next_turn(run, "second")
+        assert again.turn(run) == "second"
+    with DataBudget.open(tmp_path / "b") as later:
+        assert later.turn(run) == "second" and len(later.reservations) == 2
     assert (tmp_path / "b" / FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(DatalensError, match="a cap is set once"):
         opened(tmp_path, 9.0)
@@ -311,6 +330,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         lines[0] + lines[0],
         lines[0] + lines[1] + json.dumps(cheaper).encode() + b"\n",
         rewritten([fields[0], fields[1], none]),
+        rewritten([*fields, {"type": "turn", "run": "another", "turn": "a"}]),
         rewritten([{**fields[0], "epsilon": "three"}]),
     ):
         path.write_bytes(content)

@@ -316,8 +316,8 @@ def test_from_arrays():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"labels": LABELS[:5]}, "12 whole numbers"),
-        ({"labels": ["bat"] * 12, "classes": NAMES}, "'bat' is not among"),
+        ({"labels": LABELS[:5]}, "labels must be 12"),
+        ({"labels": ["bat"] * 12, "classes": NAMES}, "'bat' is none of the 3 classes"),
         ({"labels": LABELS, "classes": ["one"]}, "1 classes"),
         ({"labels": LABELS, "by_person": True}, "give ids"),
         ({"labels": LABELS, "ids": [1, 2]}, "ids must be 12"),
@@ -333,16 +333,57 @@ def test_from_a_torch_dataset():
     import torch
 
     pixels = torch.from_numpy(IMAGES).unsqueeze(1).to(torch.float32) / 255
-    found = formats.from_torch_dataset(
+    found = formats.from_arrays(
         torch.utils.data.TensorDataset(pixels, torch.from_numpy(LABELS)), nominal_size=12, classes=NAMES
     )
     assert as_sets(found) == EXPECTED
     pictures = [Image.fromarray(image) for image in IMAGES]
-    assert formats.from_torch_dataset(pictures, nominal_size=12).schema.classes == ("all",)
-    with pytest.raises(DatalensError, match="holds no image"):
-        formats.from_torch_dataset([], nominal_size=12)
-    with pytest.raises(DatalensError, match="differ in size"):
-        formats.from_torch_dataset([IMAGES[0], IMAGES[1, :4]], nominal_size=12)
+    assert formats.from_arrays(pictures, nominal_size=12).schema.classes == ("all",)
+    with pytest.raises(DatalensError, match="there are none"):
+        formats.from_arrays([], nominal_size=12)
+    with pytest.raises(DatalensError, match=r"8x10 and 4x10|4x10 and 8x10"):
+        formats.from_arrays([IMAGES[0], IMAGES[1, :4]], nominal_size=12)
+
+
+class Items:
+    """A torch data set of what it is given."""
+
+    def __init__(self, *items, classes=None):
+        self.items, self.classes = items, classes
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+def test_a_data_set_of_images_alone_or_with_the_names_of_its_classes():
+    alone = formats.from_arrays(Items(*IMAGES), nominal_size=12)
+    assert (alone.images[..., 0] == IMAGES).all() and alone.schema.classes == ("all",) and not alone.schema.note
+    named = formats.from_arrays(Items(*zip(IMAGES, LABELS.tolist(), strict=True), classes=NAMES), nominal_size=12)
+    assert as_sets(named) == EXPECTED and named.schema.note.endswith("the classes that the data names")
+
+
+def test_one_record_does_not_decide_how_others_are_read():
+    """Under add/remove whatever one record changes in all others is outside every sensitivity."""
+    dark = [np.ones((8, 8), np.uint8)] * 3  # 1 of 255; among floats it was 1.0, which is white
+    with pytest.raises(DatalensError, match=r"several kinds .float64 and uint8"):
+        formats.from_arrays([*dark, np.full((8, 8), 0.5)], nominal_size=3)
+    with pytest.raises(DatalensError, match="label 0 is none of the 3 classes"):  # it made numbers of all labels
+        formats.from_arrays(IMAGES[:3], [1, 2, 0], nominal_size=3, classes=[1, 2, 3])
+    with pytest.raises(DatalensError, match="image 2 has no label"):  # and nobody had one
+        formats.from_arrays(Items((IMAGES[0], 1), (IMAGES[1], 0), (IMAGES[2], None)), nominal_size=3)
+    with pytest.raises(DatalensError, match=r"several kinds .int and str"):
+        formats.from_arrays(IMAGES[:2], np.array([1, "a"], dtype=object), nominal_size=3)
+
+
+def test_ids_from_python_stay_what_they_are():
+    found = formats.from_arrays(IMAGES[:3], nominal_size=None, ids=[7, "7", np.int64(8)], by_person=True)
+    assert found.schema.nominal_size == 2 and "true number of persons" in found.schema.note
+    assert keys(found) == [b"id:7", b"id:7", b"id:8"]
+    with pytest.raises(DatalensError, match="kind float"):
+        formats.from_arrays(IMAGES[:2], nominal_size=None, ids=np.array([1.0, 2.0]), by_person=True)
 
 
 # --- bad input: one line, which names the file and the option --------------------------------------

@@ -13,7 +13,7 @@ from datalens.datasets.records import Dataset
 from datalens.datasets.schema import PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.plan import make_plan
-from datalens.privacy.events import GaussianEvent
+from datalens.privacy.events import GaussianEvent, unprotected
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
@@ -214,6 +214,7 @@ def test_the_check_compares_units():
     assert _wrong_unit(settings, SCHEMA, (person, teacher)) == []
     assert _wrong_unit(settings, image, (record, teacher)) == []
     assert "single images" in _wrong_unit(settings, SCHEMA, (person, record))[0]
+    assert _wrong_unit(settings, SCHEMA, (unprotected("add-remove"),)) == []  # DC-GAN protects nobody, and says so
     assert "charged for person" in _wrong_unit(settings, image, (person,))[0]
     family = dataclasses.replace(SCHEMA, record_unit="family")
     assert "one family" in _wrong_unit(settings, family, (record,))[0]

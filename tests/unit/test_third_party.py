@@ -11,10 +11,10 @@ from datalens import streams
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.third_party import PerTeacher
 from datalens.errors import DatalensError
-from datalens.privacy.events import GaussianEvent
+from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
-from datalens.privacy.mechanisms import GaussianSum, ThirdParty
-from datalens.privacy.noise import SecureNoise
+from datalens.privacy.mechanisms import GaussianSum, ThirdParty, make_mechanism
+from datalens.privacy.noise import SecureNoise, open_noise
 from datalens.privacy.released import Released
 
 # --- rows of somebody else's -----------------------------------------------------------------------
@@ -69,6 +69,8 @@ def test_a_row_is_its_own_teachers() -> None:
         (lambda g, u: g[:, :3].to(torch.int8), "5 cells were said"),
         (lambda g, u: g, "return an integer"),
         (lambda g, u: g > 0, "return an integer"),
+        (lambda g, u: torch.complex(g, 1000 * g), "complex"),
+        (lambda g, u: {}[0], r"cannot be mapped over teachers \(0\)"),
         (lambda g, u: torch.rand_like(g).to(torch.int8), "cannot be mapped"),
         (lambda g, u: g.to(torch.int8) if g.sum() > 0 else -g.to(torch.int8), "cannot be mapped"),
     ],
@@ -98,7 +100,10 @@ class Broken:
         facts: dict[str, Any] = {"row_unit": "teacher", "l2_bound": 3.0, "diameter": 6.0, "relation": "add-remove"}
         facts |= {"sigma": 50.0, "queries": 2, "step": step, "noise": "operating-system"}
         facts |= {"cheaper": {"sigma": 500.0}, "shorter": {"l2_bound": 1.0, "diameter": 1.0}}.get(self.fault, {})
+        facts |= {"seeded": {"noise": "seeded"}}.get(self.fault, {})
         event = GaussianEvent(**facts)
+        if self.fault == "another law":
+            event = DiscreteGaussianEvent(**facts, coordinates=10)
         if self.fault == "free":
             return Released(value=np.zeros(1), event=event, number=0)
         number = ledger.charge(event)
@@ -106,20 +111,28 @@ class Broken:
             ledger.charge(event)
         if self.fault == "raw":
             return np.zeros(1)
+        if self.fault == "more":
+            return Released(value=np.zeros((3, 5)), event=event, number=number)
         if self.fault == "other":
             event = GaussianEvent(**{**facts, "queries": 9})
-        return Released(value=np.zeros(1), event=event, number=number)
+        return Released(value=np.zeros((2, 5)), event=event, number=number)
 
 
-@pytest.mark.parametrize("fault", ["", "free", "twice", "raw", "other", "cheaper", "shorter"])
+FAULTS = ("", "free", "twice", "raw", "other", "cheaper", "shorter", "seeded", "another law", "more")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_can_be_seen_of_a_mechanism_is_checked(fault: str) -> None:
     total = sum_bounded([per_teacher(signs)(gradients(VALUES))])
     ledger = Ledger.in_memory(Budget(epsilon=5.0, delta=1e-5, relation="add-remove", accountant="exact"))
-    gate = ThirdParty(mechanism=Broken(fault), sigma=50.0)
+    gate = ThirdParty(mechanism=Broken(fault), sigma=50.0, noise=SecureNoise())
     if not fault:
         assert gate.release(total, ledger, step=0).number == 0
-        ours = ThirdParty(mechanism=GaussianSum(sigma=50.0, noise=SecureNoise()), sigma=50.0)
-        assert ours.release(total, ledger, step=1).number == 1
+        ours = GaussianSum(sigma=50.0, noise=SecureNoise())
+        assert ThirdParty(mechanism=ours, sigma=50.0, noise=SecureNoise()).release(total, ledger, step=1).number == 1
+        with open_noise("discrete-gaussian", 50.0, draws=10) as noise:
+            exact = ThirdParty(mechanism=make_mechanism(50.0, noise), sigma=50.0, noise=noise)
+            assert exact.release(total, ledger, step=2).number == 2
         return
     with pytest.raises(DatalensError, match="--mechanism: the plug-in"):
         gate.release(total, ledger, step=0)

@@ -36,11 +36,13 @@ class PerTeacher:
         uniform = streams.uniform(self.seed, "plug-in", gradients.step, teachers=gradients.teachers, count=count)
         try:
             rows = torch.vmap(self.row, randomness="error")(values, uniform.view(values.shape))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # whatever somebody else's code does
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DatalensError(f"--compress: the plug-in cannot be mapped over teachers ({reason})") from error
         if rows.shape != (*values.shape[:2], self.cells):
             raise DatalensError(f"--compress: rows of {list(rows.shape[1:])} came where {self.cells} cells were said")
+        if rows.is_complex():
+            raise DatalensError("--compress: the plug-in brings complex numbers, of which only a part would be bounded")
         if self.whole_numbers and (rows.is_floating_point() or rows.dtype == torch.bool):
             raise DatalensError(
                 "--compress: the plug-in said whole numbers, and brings others: return an integer tensor"

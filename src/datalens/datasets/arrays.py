@@ -1,5 +1,9 @@
-"""Records that a Python program has at hand: numpy, torch, Hugging Face datasets, torch data sets. Told apart by what
-they can do, so that none of these packages is imported for it."""
+"""Records that a Python program has at hand: numpy, torch, Pillow, Hugging Face datasets, torch data sets. Told apart
+by what they can do, so that none of these packages is imported for it.
+
+How a record is read is decided by the record and by what was declared, never by other records: images of several
+kinds are refused instead of converted to one, and what a label means follows from the classes.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,10 +12,67 @@ from typing import Any
 import numpy as np
 
 from datalens.datasets.memory import check_images
+from datalens.datasets.own import ALL, check_classes
+from datalens.datasets.records import Dataset, record_keys
+from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
 WHERE = Path("images")  # what messages call them
 IMAGE_NAMES, LABEL_NAMES = ("image", "img", "images"), ("label", "labels", "fine_label", "target")
+UNLABELLED = (ALL,)  # the one class of images without labels
+COUNTED = "the true number of {} (whoever knows all but one can tell from it if that is there)"
+
+
+def from_arrays(images: Any, labels: Any = None, **declared: Any) -> Dataset:
+    """Images, and labels if these are not inside, as records; `declared` as in `records_and_classes`."""
+    return records_and_classes(images, labels, **declared)[0]
+
+
+def records_and_classes(
+    images: Any,
+    labels: Any = None,
+    *,
+    nominal_size: int | None,
+    classes: Iterable[Any] | None = None,
+    ids: Any = None,
+    by_person: bool = False,
+    name: str = "arrays",
+    size_is_public: bool = False,
+) -> tuple[Dataset, list[Any]]:
+    """The records, and the classes as they were given.
+
+    images: uint8 or floats in [0, 1], [n, h, w] or with channels; pictures; a `datasets.Dataset`; or a torch data set
+    of (image, label), or of images. labels: whole numbers, or names; none: all are of one class.
+    classes: declared public, and what labels are names of (or, where the classes have names, numbers of). Left out,
+    they are read off, and the schema says so. nominal_size: the same; None is for the true number.
+    ids: of the records; with `by_person`, of the persons whose images they are: a person is then what is protected,
+    and what the nominal size counts.
+    """
+    pixels, found, known = as_arrays(images, labels)
+    numbers, values = named_labels(found, known if classes is None else classes)
+    check_classes(tuple(map(str, values)), f"{name}: labels")
+    whose = _ids(ids, len(pixels), name, by_person=by_person)
+    unit = "persons" if by_person else "records"
+    read_off = []
+    if classes is None and known is not UNLABELLED:
+        read_off = ["the classes that occur" if known is None else "the classes that the data names"]
+    if nominal_size is None:
+        nominal_size = len(set(record_keys(pixels, whose, by_person=True))) if by_person else len(pixels)
+        read_off[:0] = [] if size_is_public else [COUNTED.format(unit)]
+    if type(nominal_size) is not int or nominal_size < 1:
+        raise DatalensError(f"nominal_size must be a whole number of at least 1, not {nominal_size!r}")
+    _, height, width, channels = pixels.shape
+    schema = Schema(
+        name=name,
+        height=height,
+        width=width,
+        channels=channels,
+        classes=tuple(str(value) for value in values),
+        nominal_size=nominal_size,
+        record_unit=PERSON if by_person else IMAGE,
+        note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
+    )
+    return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose), values
 
 
 def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, Sequence[Any] | None]:
@@ -23,6 +84,7 @@ def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, 
     elif not _is_array(images) and not isinstance(images, list | tuple) and hasattr(images, "__getitem__"):
         _unless(labels, "a torch Dataset brings (image, label) pairs")
         pixels, labels = _from_items(images)
+        names = getattr(images, "classes", None)
     else:
         pixels = _stacked(images) if isinstance(images, list | tuple) else _channels_last(images)
     if np.ndim(pixels) == 2:
@@ -30,35 +92,59 @@ def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, 
     pixels = check_images(pixels, WHERE)
     found = np.zeros(len(pixels), dtype=np.int64) if labels is None else np.asarray(_plain(labels))
     if labels is None:
-        names = ("image",) if names is None else names
+        names = UNLABELLED
     if found.shape != (len(pixels),):
         raise DatalensError(f"labels must be {len(pixels)}, one an image, not {list(found.shape)}")
     return pixels, found, names
 
 
 def named_labels(labels: np.ndarray, classes: Iterable[Any] | None) -> tuple[np.ndarray, list[Any]]:
-    """Numbers of classes [n], and the classes: those declared, or those that occur."""
-    values = np.unique(labels).tolist() if classes is None else [_plain(value) for value in classes]
+    """Numbers of classes [n], and the classes: those declared, or those that occur.
+
+    | a label that | is |
+    |---|---|
+    | is one of the classes | that class |
+    | is a whole number, where the classes are names | the class of that number, from 0 |
+    | is anything else | refused |
+    """
+    found = [_plain(label) for label in labels.tolist()]
+    gap = next((i for i, label in enumerate(found) if label is None or label != label), None)
+    if gap is not None:
+        raise DatalensError(f"image {gap} has no label: give every image one, or leave labels out")
+    if classes is None:
+        _one_kind((type(label).__name__ for label in found), "labels")
+    values = sorted(set(found)) if classes is None else [_plain(value) for value in classes]
     if not values or len({str(value) for value in values}) != len(values):
         raise DatalensError("classes must be distinct, and there must be at least one")
     numbers = {value: number for number, value in enumerate(values)}
-    found = labels.tolist()
-    if any(value not in numbers for value in found) and all(type(v) is int and 0 <= v < len(values) for v in found):
-        return labels.astype(np.int64), values  # numbers of names
-    unknown = [value for value in found if value not in numbers]
-    if unknown:
+    if all(isinstance(value, str) for value in values):
+        numbers |= {number: number for number in range(len(values))}
+    unknown = next((label for label in found if label not in numbers), None)
+    if unknown is not None:
         raise DatalensError(
-            f"label {unknown[0]!r} is none of the {len(values)} classes: declare it in classes=, or mend it"
+            f"label {unknown!r} is none of the {len(values)} classes: declare it in classes=, or mend it"
         )
-    return np.array([numbers[value] for value in found], dtype=np.int64), values
+    return np.array([numbers[label] for label in found], dtype=np.int64), values
 
 
-def as_groups(groups: Any, count: int) -> np.ndarray:
-    """Whose image each is, as text."""
-    whose = np.asarray(_plain(groups))
-    if whose.shape != (count,):
-        raise DatalensError(f"groups must be {count}, one an image, not {list(whose.shape)}")
-    return whose.astype(str)
+def _ids(ids: Any, count: int, name: str, *, by_person: bool) -> np.ndarray | None:
+    """Each as it came: numpy would make text of numbers beside text."""
+    if ids is None:
+        if by_person:
+            raise DatalensError(f"{name}: give ids, one an image, to protect the persons whose images they are")
+        return None
+    listed = [_plain(one) for one in _plain(ids)]
+    if len(listed) != count:
+        raise DatalensError(f"{name}: ids must be {count}, one an image")
+    found = np.empty(count, dtype=object)
+    found[:] = listed
+    return found
+
+
+def _one_kind(kinds: Iterable[str], what: str) -> None:
+    found = sorted(set(kinds))
+    if len(found) > 1:
+        raise DatalensError(f"{what} are of several kinds ({' and '.join(found[:2])}): bring them to one")
 
 
 def _unless(labels: Any, why: str) -> None:
@@ -105,6 +191,7 @@ def _one(image: Any) -> np.ndarray:
 
 def _stacked(images: Iterable[Any]) -> np.ndarray:
     arrays = [_one(image) for image in images]
+    _one_kind((array.dtype.name for array in arrays), "images")
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) != 1:
         found = " and ".join("x".join(map(str, shape)) for shape in shapes[:2]) or "none"
@@ -114,10 +201,14 @@ def _stacked(images: Iterable[Any]) -> np.ndarray:
     return np.stack(arrays)
 
 
-def _from_items(items: Any) -> tuple[np.ndarray, list[Any]]:
+def _from_items(items: Any) -> tuple[np.ndarray, list[Any] | None]:
+    """(image, label) pairs, or images alone."""
     try:
-        pairs = [items[number] for number in range(len(items))]
-        parts = [(image, _plain(label)) for image, label in pairs]
+        found = [items[number] for number in range(len(items))]
+        paired = [isinstance(item, tuple | list) for item in found]
+        if found and not any(paired):
+            return _stacked(found), None
+        parts = [(image, _plain(label)) for image, label in found]
     except (TypeError, ValueError, KeyError) as error:
         raise DatalensError(
             f"images must be arrays, or a data set of (image, label) pairs with a length ({error})"

@@ -5,9 +5,8 @@ import os
 from pathlib import Path
 
 from datalens.datasets import idx_files, npz, sources
+from datalens.datasets.arrays import from_arrays as from_arrays
 from datalens.datasets.imagefolder import FOLDER, PREFIX, image_folder
-from datalens.datasets.memory import from_arrays as from_arrays
-from datalens.datasets.memory import from_torch_dataset as from_torch_dataset
 from datalens.datasets.memory import shaped
 from datalens.datasets.own import NONE, Found, Reading, records_of
 from datalens.datasets.records import Dataset, Records, collect

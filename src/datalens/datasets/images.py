@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from datalens.datasets.records import Block, Choose, content_key, id_key
+from datalens.datasets.records import Block, Choose, content_key, id_key, person_key
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
@@ -24,7 +25,7 @@ class Encoded:
 
     index: np.ndarray  # int64 [b]: position in the whole stream
     labels: np.ndarray  # int64 [b]
-    ids: list[str | None]  # stable names of the records
+    ids: list[Any]  # stable names of the records, or whose they are; None: has none
     names: list[str]  # for messages
     read: Callable[[int], bytes]  # the bytes of the i-th of them
 
@@ -54,8 +55,12 @@ class ImageRecords:
                     for row in rows.tolist():
                         images[row] = decoded(int(wanted[row]))  # noqa: B023 (done within the turn)
 
-                keys = (content_key(decoded(i)) if name is None else id_key(name) for i, name in enumerate(some.ids))
-                share = choose(some.index, keys)
+                def key(i: int, some: Encoded = some, decoded: Callable[[int], np.ndarray] = decoded) -> bytes:
+                    if self.schema.by_person:
+                        return person_key(some.ids[i], some.names[i])
+                    return content_key(decoded(i)) if some.ids[i] is None else id_key(some.ids[i])
+
+                share = choose(some.index, map(key, range(len(some.ids))))
                 wanted = np.flatnonzero(share >= 0)
                 images = np.empty((len(wanted), *shape), dtype=np.uint8)
                 list(pool.map(fill, np.array_split(np.arange(len(wanted)), 4 * WORKERS)))

@@ -1,116 +1,17 @@
-"""Records that are arrays already, from Python or torch; and what --image-size and --grayscale do to them."""
+"""Records that are arrays already: what is checked of them, and what --image-size and --grayscale do to them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from datalens.datasets.own import ALL, Reading, check_classes, check_size
+from datalens.datasets.own import Reading, check_size
 from datalens.datasets.pixels import fitted
 from datalens.datasets.records import Block, Choose, Dataset, Records
-from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
+from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-
-
-def from_arrays(
-    images: Any,
-    labels: Any = None,
-    *,
-    nominal_size: int,
-    classes: Sequence[str] | None = None,
-    ids: Any = None,
-    by_person: bool = False,
-    name: str = "arrays",
-) -> Dataset:
-    """Images [n, h, w] or [n, h, w, c] (a torch tensor: [n, c, h, w]), uint8 or floats in [0, 1], as records.
-
-    labels: whole numbers, or names; none: all are of one class. classes: in the order of the numbers, declared public;
-    left out, they are read off the labels, and the schema says so. ids: of the records; with `by_person`, of the
-    persons whose images they are, and a person is then what is protected, and what `nominal_size` counts.
-    """
-    if hasattr(images, "permute") and images.ndim == 4:
-        images = images.permute(0, 2, 3, 1)
-    pixels = check_images(np.asarray(images), name)
-    numbers, names, note = _labelled(labels, classes, len(pixels), name)
-    if by_person and ids is None:
-        raise DatalensError(f"{name}: give ids, one an image, to protect the persons whose images they are")
-    ids = None if ids is None else np.asarray(ids)
-    if ids is not None and ids.shape != (len(pixels),):
-        raise DatalensError(f"{name}: ids must be {len(pixels)}, one an image")
-    if nominal_size < 1:
-        raise DatalensError(f"nominal_size must be at least 1, not {nominal_size}")
-    _, height, width, channels = pixels.shape
-    schema = Schema(
-        name=name,
-        height=height,
-        width=width,
-        channels=channels,
-        classes=names,
-        nominal_size=nominal_size,
-        record_unit=PERSON if by_person else IMAGE,
-        note=note,
-    )
-    return Dataset(schema=schema, images=pixels, labels=numbers, ids=ids)
-
-
-def _labelled(
-    labels: Any, classes: Sequence[str] | None, count: int, name: str
-) -> tuple[np.ndarray, tuple[str, ...], str]:
-    """Numbers, the names of the classes, and what a certificate must say about these."""
-    if labels is None:
-        return np.zeros(count, np.int64), (ALL,), ""
-    given = np.asarray(labels)
-    names = None if classes is None else tuple(str(one) for one in classes)
-    if given.dtype.kind in "OUS" and given.shape == (count,):
-        found = names or tuple(sorted({str(one) for one in given.tolist()}))
-        number = {one: i for i, one in enumerate(found)}
-        strange = next((one for one in given.tolist() if str(one) not in number), None)
-        if strange is not None:
-            raise DatalensError(f"{name}: label {strange!r} is not among the classes")
-        numbers = np.array([number[str(one)] for one in given.tolist()], dtype=np.int64)
-    else:
-        numbers = check_labels(given, count, name)
-        found = names or tuple(str(i) for i in range(int(numbers.max()) + 1))
-    if len(set(found)) != len(found) or numbers.max() >= len(found):
-        raise DatalensError(f"{name}: every label needs a class of its own name, and there are {len(found)} classes")
-    check_classes(found, f"{name}: labels")
-    note = f"{READ_OFF}: the classes (the labels)"
-    return numbers, found, note if names is None else ""
-
-
-def from_torch_dataset(
-    dataset: Any, *, nominal_size: int, classes: Sequence[str] | None = None, name: str | None = None, **how: Any
-) -> Dataset:
-    """A torch.utils.data.Dataset of (image, label), or of images alone; read once, into memory.
-
-    An image is a tensor [c, h, w], an array [h, w] or [h, w, c], or a PIL image; all of one size. `dataset.classes` are
-    the classes, unless others are given.
-    """
-    images, labels = [], []
-    for i in range(len(dataset)):
-        item = dataset[i]
-        image, label = item[:2] if isinstance(item, tuple | list) else (item, None)
-        array = np.asarray(image.permute(1, 2, 0) if hasattr(image, "permute") and image.ndim == 3 else image)
-        images.append(array[..., np.newaxis] if array.ndim == 2 else array)
-        labels.append(label if label is None or isinstance(label, str) else int(label))
-    name = name or type(dataset).__name__
-    if not images:
-        raise DatalensError(f"{name} holds no image")
-    if len({(image.shape, image.dtype) for image in images}) > 1:
-        raise DatalensError(f"{name}: images differ in size or kind: bring them to one in the data set's transform")
-    if classes is None:
-        classes = getattr(dataset, "classes", None)
-    return from_arrays(
-        np.stack(images),
-        None if None in labels else labels,
-        nominal_size=nominal_size,
-        classes=classes,
-        name=name,
-        **how,
-    )
 
 
 def shaped(records: Dataset, reading: Reading) -> Records:

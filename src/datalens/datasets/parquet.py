@@ -45,7 +45,7 @@ def encoded_rows(
         for file, names in found:
             for batch in _batches(file, ["image", *names.values()], size):
                 values = {name: _values(batch, real, file) for name, real in names.items()}
-                ids = None if record_id is None else [str(one) for one in values[record_id].tolist()]
+                ids = None if record_id is None else values[record_id].tolist()
                 labels = label(values) if values else np.zeros(batch.num_rows, np.int64)
                 yield _encoded(batch, file, start, labels, ids)
                 start += batch.num_rows
@@ -53,7 +53,7 @@ def encoded_rows(
     return encoded
 
 
-def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[str] | None) -> Encoded:
+def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[Any] | None) -> Encoded:
     member = np.flatnonzero(labels >= 0)
     image = batch.column("image")
     try:
@@ -71,7 +71,7 @@ def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[s
     return Encoded(
         index=start + member.astype(np.int64),
         labels=labels[member].astype(np.int64),
-        ids=[(ids[i] if ids else paths[i]) or None for i in member.tolist()],
+        ids=[(paths[i] or None) if ids is None else ids[i] for i in member.tolist()],
         names=names,
         read=read,
     )

@@ -4,6 +4,7 @@ A reader is asked for blocks and decodes only what is wanted, so that a data set
 and a machine that holds some of the teachers decodes only what these see.
 """
 
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,23 +56,55 @@ class Dataset:
         for start in range(0, len(self.images), size):
             index = np.arange(start, min(start + size, len(self.images)), dtype=np.int64)
             ids = None if self.ids is None else self.ids[index]
-            share = choose(index, record_keys(self.images[index], ids))
+            share = choose(index, record_keys(self.images[index], ids, by_person=self.schema.by_person))
             wanted = share >= 0
             index = index[wanted]
             yield Block(images=self.images[index], labels=self.labels[index], index=index, share=share[wanted])
 
 
-def record_keys(images: np.ndarray, ids: np.ndarray | None) -> Iterable[bytes]:
-    """What identifies a record: its id where there is one, else its pixels. Never its position or label."""
+def record_keys(images: np.ndarray, ids: np.ndarray | None, *, by_person: bool = False) -> Iterable[bytes]:
+    """What identifies a record: its id where there is one, else its pixels. Never its position or label.
+
+    `by_person`: the ids say whose it is, and there is no way round them.
+    """
+    if by_person and ids is None:
+        raise DatalensError("there are no ids that say whose images these are: none of them can be protected by person")
     if ids is not None:
         if len(ids) != len(images):
             raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give one id an image")
-        return (id_key(identity) for identity in ids.tolist())
+        return ((person_key if by_person else id_key)(identity) for identity in ids.tolist())
     return (content_key(image) for image in images)
 
 
 def id_key(identity: object) -> bytes:
     return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
+
+
+MISSING = ("", "nan", "none", "null", "<na>")  # how a gap in a table is spelled, in small letters
+
+
+def person_key(identity: object, where: str = "a record") -> bytes:
+    """Whose a record is, in one spelling: two of one person would be two units, and a gap shared by many a false one.
+
+    | id | |
+    |---|---|
+    | text | without white space around it, in Unicode's form NFC |
+    | whole number | its digits, so that 7 is "7" |
+    | none, empty or a gap's spelling; a float (which a column with gaps becomes), or anything else | refused |
+    """
+    if isinstance(identity, bytes):
+        identity = identity.decode(errors="surrogateescape")
+    if identity is None or identity != identity or (isinstance(identity, str) and _spelled(identity) in MISSING):
+        raise DatalensError(f"{where} has no id that says whose it is: every record needs one with --record-id")
+    if type(identity) not in (str, int):
+        raise DatalensError(
+            f"{where} has an id of kind {type(identity).__name__}: ids of persons are text or whole numbers"
+        )
+    return id_key(unicodedata.normalize("NFC", str(identity)).strip())
+
+
+def _spelled(text: str) -> str:
+    return text.strip().lower()
 
 
 def content_key(image: np.ndarray) -> bytes:

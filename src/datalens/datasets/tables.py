@@ -38,7 +38,7 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
         labels, classes, origin = numbered([row[label].strip() for row in rows], reading, origin=f"column {label}")
     member = _members(path, rows, split, there=SPLIT in columns and label != SPLIT)
     files = [rows[i][where].strip() for i in member]
-    ids = files if record_id is None else [rows[i][record_id].strip() for i in member]
+    ids = files if record_id is None else [rows[i][record_id] for i in member]
     listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
     return Found(path=path, classes=classes, classes_from=origin, encoded=listed.encoded)
 

@@ -10,14 +10,13 @@ never a sum of ε's. What is reserved stays reserved, whatever becomes of the ru
 | any other mix | the lower of rdp-improved and prv, each a bound by itself; runs are decided on beforehand |
 """
 
-import dataclasses
 import fcntl
 import json
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -26,21 +25,14 @@ from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import (
     Charge,
-    DiscreteGaussianEvent,
-    GaussianEvent,
-    LaplaceEvent,
     Relation,
     UnknownEvent,
     parse_event,
-    unprotected,
 )
 from datalens.privacy.ledger import _GENESIS, Budget, _line, sync_directory
+from datalens.privacy.reserve import Counted, all_of_it, largest, most_charged, price, with_noise
 
 FILE = "budget.jsonl"
-Counted = tuple[tuple[Charge, int], ...]  # (event, how many times)
-
-_WIDE = 1e6  # sigma of the one event that stands for all Gaussian releases of a run
-_CELLS = 2**50  # and the numbers in it: more than any run releases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,77 +62,6 @@ class Reservation:
     charges: Counted
 
 
-def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, AccountantName]:
-    """ε of all of it at this δ, and whose ε that is."""
-    plain = all(isinstance(event, GaussianEvent) for event, _ in charges)
-    found: list[tuple[float, AccountantName]] = []
-    for name in ("exact",) if plain else ("rdp-improved", "prv"):
-        try:
-            found.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
-        except DatalensError:  # not for this mix, or not installed
-            continue
-    if not found:  # coarse discrete noise beside other noise
-        found.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
-    return min(found)
-
-
-def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget) -> Counted:
-    """The most that a ledger with this budget lets a run of these parts charge.
-
-    An interruption loses releases that were charged, and they are asked and charged again, as long as the run's own
-    budget lasts. So it is not the plan that is reserved.
-    """
-    accountant = budget.pricing()
-
-    def fits(charges: Sequence[tuple[Charge, int]]) -> bool:
-        return accountant.price(charges, budget.delta) <= budget.epsilon
-
-    if math.isinf(budget.epsilon):
-        return ((unprotected(budget.relation), 1),)
-    gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent)]
-    smooth = all(event.smooth for event in gaussian if isinstance(event, DiscreteGaussianEvent))
-    if len(gaussian) == len(parts) and smooth:
-        # mu² adds up to whatever the budget holds. By RDP discrete noise counts as less than the Gaussian behind it.
-        # What pld takes costs no more by the exact curve, which is quicker to ask.
-        accountant = Accountant(name="exact") if accountant.name == "pld" else accountant
-        more = 1.0
-        if accountant.name != "exact":
-            more = max([event.mu * event.mu / (2 * event.rho) for event in gaussian if event.rho > 0], default=1.0)
-        mu = _largest(lambda mu: fits([(_all_of_it(mu, budget.relation), 1)]))
-        return ((_all_of_it(mu * math.sqrt(more), budget.relation), 1),)
-    if len(parts) != 1:
-        raise DatalensError(
-            "this method's releases are of several kinds: what it may charge at most cannot be reserved"
-        )
-    (event, times), *_ = parts
-    if not fits([(event, times)]):
-        raise BudgetExceeded(f"the plan itself does not fit into {budget.describe(budget.epsilon)}")
-    step = 1
-    while fits([(event, times + step)]):
-        times, step = times + step, 2 * step
-    while step > 1:
-        step //= 2
-        times += step if fits([(event, times + step)]) else 0
-    return ((event, times),)
-
-
-def _all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:
-    moved = mu * math.sqrt(_WIDE * _WIDE - 4)
-    facts: dict[str, Any] = {"row_unit": "record", "relation": relation, "noise": "operating-system"}
-    facts |= {"l2_bound": moved, "diameter": moved, "sigma": _WIDE, "queries": 0, "step": 0, "coordinates": _CELLS}
-    return DiscreteGaussianEvent(**facts)
-
-
-def _largest(holds: Callable[[float], bool], *, digits: float = 1e-15) -> float:
-    """The largest x >= 0 for which a falling condition holds, from below."""
-    low, high = 0.0, 1.0
-    while holds(high) and high < 1e12:
-        low, high = high, 2 * high
-    while high - low > digits * high and (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
 class DataBudget:
     """The open, locked file. Lines carry the hash of the line before: an edit shows; an older copy does not."""
 
@@ -149,7 +70,7 @@ class DataBudget:
         self._file = file
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]  # a torn last line was never acknowledged: no run began by it
-        self.cap, self.names, self.reservations, self._last_hash = _parse(whole, path)
+        self.cap, self.names, self.reservations, self._turns, self._last_hash = _parse(whole, path)
         self._end = len(whole)
 
     @classmethod
@@ -217,11 +138,16 @@ class DataBudget:
 
     def left(self) -> float:
         """The largest ε, at the cap's δ and by the exact accountant, of one more run with Gaussian noise."""
-        mu = _largest(lambda mu: self._fits(((_all_of_it(mu, self.cap.relation), 1),)), digits=1e-9)
+        mu = largest(lambda mu: self._fits(((all_of_it(mu, self.cap.relation), 1),)), digits=1e-9)
         return Accountant(name="exact").epsilon_at(mu * mu, self.cap.delta)
 
-    def holds(self, run: str) -> bool:
-        return any(reservation.run == run for reservation in self.reservations)
+    def turn(self, run: str) -> str | None:
+        """What a run must show to go on; None: it is not known. It changes each time, so one copy of a run goes on."""
+        return self._turns.get(run)
+
+    def next_turn(self, run: str, turn: str) -> None:
+        self._append({"type": "turn", "run": run, "turn": turn})
+        self._turns[run] = turn
 
     def allow(self, data: str) -> None:
         """From now on runs on data of this name too belong to this budget."""
@@ -247,7 +173,10 @@ class DataBudget:
             )
         other = {reservation.unit for reservation in self.reservations} - {unit}
         if other:
-            raise DatalensError(f"{self.path.parent} protects {other.pop()}, this run {unit}: use another --budget")
+            raise DatalensError(
+                f"{self.path.parent} protects {other.pop()}, this run {unit}: use the same --record-id in all runs, or "
+                "another --budget"
+            )
         charges = tuple(parts) if final else most_charged(parts, budget)
         if not self._fits(charges):
             self._refuse(charges, budget)
@@ -265,6 +194,7 @@ class DataBudget:
             {"type": "run", "run": run, "data": data, "unit": unit, "time": int(time.time()), "charges": listed}
         )
         self.reservations = (*self.reservations, Reservation(run=run, data=data, unit=unit, charges=charges))
+        self._turns[run] = run
         return run
 
     def _fits(self, charges: Counted) -> bool:
@@ -272,8 +202,8 @@ class DataBudget:
 
     def _refuse(self, charges: Counted, budget: Budget) -> None:
         spent, accountant = self.spent()
-        largest = _down(self._room(charges, budget))
-        room = f"the largest that fits is --epsilon {largest:g}" if largest >= 1e-3 else "nothing more fits"
+        most = _down(self._room(charges, budget))
+        room = f"the largest that fits is --epsilon {most:g}" if most >= 1e-3 else "nothing more fits"
         raise BudgetExceeded(
             f"this run would pass the cap of {self.path.parent}, {self.cap.epsilon:g}: "
             f"{self.describe(spent, accountant)} is reserved, and --epsilon {budget.epsilon:g} does not fit beside it; "
@@ -283,9 +213,9 @@ class DataBudget:
     def _room(self, charges: Counted, budget: Budget) -> float:
         """The ε, by the run's own accountant, of the same releases with as little more noise as fits."""
         if math.isinf(budget.epsilon):
-            charges = ((_all_of_it(1.0, budget.relation), 1),)
-        share = _largest(lambda x: self._fits(_with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-3)
-        return 0.0 if share <= 1e-9 else budget.pricing().price(_with_noise(charges, 1 / share), budget.delta)
+            charges = ((all_of_it(1.0, budget.relation), 1),)
+        share = largest(lambda x: self._fits(with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-3)
+        return 0.0 if share <= 1e-9 else budget.pricing().price(with_noise(charges, 1 / share), budget.delta)
 
     def _append(self, fields: dict[str, Any]) -> None:
         line, line_hash = _line(fields, self._last_hash)
@@ -307,20 +237,12 @@ def _down(epsilon: float) -> float:
     return math.floor(epsilon / step) * step
 
 
-def _with_noise(charges: Counted, factor: float) -> Counted:
-    def more(event: Charge) -> Charge:
-        if isinstance(event, LaplaceEvent):
-            return dataclasses.replace(event, scale=event.scale * factor)
-        return dataclasses.replace(event, sigma=event.sigma * factor)
-
-    return tuple((more(event), times) for event, times in charges)
-
-
-def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Reservation, ...], str]:
+def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Reservation, ...], dict[str, str], str]:
     previous = _GENESIS
     cap: Cap | None = None
     names: list[str] = []
     reservations: list[Reservation] = []
+    turns: dict[str, str] = {}
     for number, raw in enumerate(content.splitlines()):
         try:
             fields = json.loads(raw)
@@ -331,15 +253,20 @@ def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Rese
                 cap = Cap(**{name: fields[name] for name in ("epsilon", "delta", "relation")})
             elif fields["type"] == "data":
                 names.append(str(fields["name"]))
+            elif fields["type"] == "turn":
+                if fields["run"] not in turns:
+                    raise ValueError("it is of a run that reserved nothing")
+                turns[fields["run"]] = str(fields["turn"])
             else:
                 assert cap is not None
                 reservations.append(_parse_run(fields, cap))
+                turns[reservations[-1].run] = reservations[-1].run
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, DatalensError) as error:
             raise TamperedError(f"{path}: line {number + 1} is not one of a budget ({error})") from error
         previous = digest
     if cap is None:
         raise TamperedError(f"{path} states no cap")
-    return cap, tuple(names), tuple(reservations), previous
+    return cap, tuple(names), tuple(reservations), turns, previous
 
 
 def _parse_run(fields: dict[str, Any], cap: Cap) -> Reservation:

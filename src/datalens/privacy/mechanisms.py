@@ -191,12 +191,14 @@ class ThirdParty:
     | it | |
     |---|---|
     | charged nothing, or not exactly once | refused, and lost |
-    | charged for other rows, noise, step or relation than these | the same |
+    | charged for other rows, noise (also another law or origin), step or relation than these | the same |
+    | released more numbers, or fewer, than these rows have | the same |
     | drew its noise before the charge, or too little | cannot be seen from here |
     """
 
     mechanism: Mechanism
     sigma: float
+    noise: NoiseSource | IntegerNoise
 
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
         before = len(ledger.events)
@@ -210,6 +212,13 @@ class ThirdParty:
             raise DatalensError("--mechanism: the plug-in was charged for another event than it released: not used")
         if (event.row_unit, event.l2_bound, event.diameter, event.sigma, event.step) != expected:
             raise DatalensError("--mechanism: the plug-in was charged for other rows or noise than these: not used")
+        cells = contributions.cells if isinstance(self.noise, IntegerNoise) else None  # counted for exact noise alone
+        if (event.noise, getattr(event, "coordinates", None)) != (self.noise.origin, cells):
+            raise DatalensError("--mechanism: the plug-in was charged for another law or origin of noise: not used")
+        if np.shape(released.value) != tuple(contributions.private_total.shape):
+            raise DatalensError(
+                "--mechanism: the plug-in released another number of values than the rows have: not used"
+            )
         return released
 
 

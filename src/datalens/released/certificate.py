@@ -43,6 +43,7 @@ NOT_COVERED = (
     "other releases made from the same data (their costs add up)",
     "timing and other side channels of the machine that trained",
 )
+SEVERAL_IDS = "a person with several record ids: all images of one id are protected together, several ids are not"
 DECLARED_PUBLIC = (
     "the name of the data set, its classes, and the size and channels of its images",
     "the nominal number of records (under add-remove the true number is private)",
@@ -103,7 +104,7 @@ def _contents(settings: AnySettings, schema: Schema, budget: Budget, events: tup
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
         "public": schema.as_dict(),
         "declared_public": declared_public(schema),
-        "not_covered": [*NOT_COVERED, *_third_party(settings)],
+        "not_covered": [*NOT_COVERED, *([SEVERAL_IDS] if schema.by_person else []), *_third_party(settings)],
         "chain": CHAIN,
         "settings": settings.as_dict(),
     }
@@ -118,14 +119,11 @@ def _third_party(settings: AnySettings) -> tuple[str, ...]:
 def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
     if isinstance(settings, PeerSettings):
         return settings.mechanism(budget)
-    if isinstance(settings, Settings) and settings.plugins:
-        return {
-            "name": f"sum of teachers' bounded rows with Gaussian noise (TopAgg), with {settings.plugins}",
-            "sensitivity": f"{_lengths(settings)} per event: one record changes one teacher's row",
-        }
     if isinstance(settings, Settings):
+        votes = f"{_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)"
+        plugged = f"bounded rows with Gaussian noise (TopAgg), with {settings.plugins}"
         return {
-            "name": f"sum of teachers' {_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)",
+            "name": f"sum of teachers' {plugged if settings.plugins else votes}",
             "sensitivity": f"{_lengths(settings)} per event: one {'person' if by_person else 'record'} changes one "
             "teacher's row",
         }
@@ -381,8 +379,11 @@ def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -
 
 
 def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too."""
-    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent)}
+    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too.
+
+    What has no noise (DC-GAN) protects nobody, and says so: whose row it was does not matter.
+    """
+    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent) and math.isfinite(event.mu)}
     if schema.by_person and "record" in units:
         return ["the ledger was charged for single images, not for persons with all of theirs"]
     if schema.by_person and getattr(settings, "shares", "") == "balanced":
