@@ -247,3 +247,11 @@ def test_100000_files_are_listed_in_seconds(tmp_path):
     schema = formats.schema(str(tmp_path), nominal_size=100_000, reading=Reading())
     assert time.monotonic() - began < 10
     assert len(schema.classes) == 10
+
+
+def test_grey_and_colour_together_are_pointed_out(datalens, tmp_path):
+    data = write(tmp_path / "data", 60)
+    Image.new("RGB", (SIDE, SIDE), "red").save(data / "right" / "z.png")
+    (said,) = datalens("inspect", data, "--json").succeeded().json["mixed"]
+    assert "grey and colour" in said
+    assert not datalens("inspect", data, "--grayscale", "--json").succeeded().json["mixed"]

@@ -96,9 +96,9 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def run(notebook: Path) -> list[Any]:
-    """The value of each code cell's last line, as a notebook shows it.
+    """The value of each code cell's last line, as a notebook shows it; and last all that was defined.
 
-    In this process: a kernel takes seconds to start and a dozen packages to install, and would run the same lines, as
+    In this process: a kernel takes seconds to start and dozens of packages to install, and would run the same lines, as
     there are no magics in them.
     """
     space: dict[str, Any] = {"__name__": "__main__"}
@@ -109,7 +109,7 @@ def run(notebook: Path) -> list[Any]:
             last = body.pop() if isinstance(body[-1], ast.Expr) else None
             exec(compile(ast.Module(body, []), notebook.name, "exec"), space)
             values.append(last and eval(compile(ast.Expression(last.value), notebook.name, "eval"), space))
-    return values
+    return [*values, space]
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +117,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
-    _, _, figure, problems, accuracy, _ = run(NOTEBOOK)
-    figure.savefig(tmp_path / "picture.png")
+    _, _, _, problems, accuracy, _, space = run(NOTEBOOK)
+    space["figure"].savefig(tmp_path / "picture.png")
     assert problems == () and accuracy > 0.7
     assert "(3, 1e-05)-differentially private" in capsys.readouterr().out
     assert (tmp_path / "synthetic.npz").is_file() and (tmp_path / "release" / "report.html").is_file()
