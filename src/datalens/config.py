@@ -393,7 +393,8 @@ class SgdSettings:
     batch_size: int  # expected
     steps: int
     rate: float  # learning rate
-    average: bool  # what is released: the mean of the weights over the second half of the steps, or the last ones
+    falls: bool  # whether it rises over the first tenth of the steps and then falls to nothing, or stays
+    average: bool  # what is released: a mean of the weights in which late ones weigh most, or the last ones
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

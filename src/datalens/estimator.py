@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.config import TrainOptions
-from datalens.datasets.schema import READ_OFF, Schema
+from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError, TamperedError
 
 if TYPE_CHECKING:
@@ -124,20 +124,23 @@ class DataLens(BaseEstimator):
         self.out = out
         self.options = options
 
-    def fit(self, images: Any, labels: Any = None) -> "DataLens":
+    def fit(self, images: Any, labels: Any = None, *, groups: Any = None) -> "DataLens":
         """Train, and keep the release. Records are read, and not kept.
 
         - `images`: numpy or torch, uint8 or floats in [0, 1], `[n, height, width]` or with channels; or a Hugging Face
           `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
         - `labels`: one an image, whole numbers or names; left out, all images are of one class.
+        - `groups`: whose image each is. Then a person, with all of their images, is what is protected, and what
+          `nominal_size` counts.
         """
-        from datalens.datasets.arrays import as_arrays, named_labels
+        from datalens.datasets.arrays import as_arrays, as_groups, named_labels
         from datalens.datasets.records import Dataset
         from datalens.training import train
 
         pixels, found, known = as_arrays(images, labels)
         numbers, values = named_labels(found, known if self.classes is None else self.classes)
-        records = Dataset(schema=self._schema(pixels, values), images=pixels, labels=numbers)
+        whose = None if groups is None else as_groups(groups, len(pixels))
+        records = Dataset(schema=self._schema(pixels, values, whose), images=pixels, labels=numbers, ids=whose)
         home = tempfile.TemporaryDirectory(prefix="datalens-")  # for the owner's eyes only; gone with the model
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         train(self._asked(run), records=records)
@@ -223,19 +226,21 @@ class DataLens(BaseEstimator):
         model.classes_ = np.array(load_generator(release)[1])
         return model
 
-    def _schema(self, images: np.ndarray, classes: Sequence[Any]) -> Schema:
+    def _schema(self, images: np.ndarray, classes: Sequence[Any], whose: np.ndarray | None) -> Schema:
         _, height, width, channels = images.shape
         read_off = [] if self.classes is not None else ["the classes that occur"]
         if self.nominal_size is None and self.relation == "add-remove":
+            units = "records" if whose is None else "persons"
             read_off.insert(
-                0, "the true number of records (whoever knows all but one can tell from it if that is there)"
+                0, f"the true number of {units} (whoever knows all but one can tell from it if that is there)"
             )
             warnings.warn(
-                "the true number of records is declared public; under add-remove it is private: say about how many "
+                f"the true number of {units} is declared public; under add-remove it is private: say about how many "
                 "there are with nominal_size=",
                 stacklevel=3,
             )
-        size = len(images) if self.nominal_size is None else self.nominal_size
+        count = len(images) if whose is None else len(np.unique(whose))
+        size = count if self.nominal_size is None else self.nominal_size
         if type(size) is not int or size < 1:
             raise DatalensError(f"nominal_size must be a whole number of at least 1, not {size!r}")
         return Schema(
@@ -245,6 +250,7 @@ class DataLens(BaseEstimator):
             channels=channels,
             classes=tuple(str(value) for value in classes),
             nominal_size=size,
+            record_unit=IMAGE if whose is None else PERSON,
             note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
         )
 

@@ -27,6 +27,7 @@ from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_s
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.texture import Texture
+from datalens.theory.choose import Suggestion, suggest_k
 
 # Methods that can protect a person: shares follow record ids, or rows are of persons. In the others, and in those of
 # others as far as anybody knows, every image has a row of its own.
@@ -262,6 +263,15 @@ def _cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, 
         "cells": cells,
         "noise_to_signal": relative,
     }
+
+
+def suggestion(settings: TrainSettings) -> Suggestion | None:
+    """The k that Theorem 6 is smallest for, where teachers vote with their top k and there is noise."""
+    s = settings
+    if not isinstance(s, Settings) or s.compress not in ("topk-sign", "topk") or s.sigma == 0 or s.basis_size < 2:
+        return None
+    facts = {"dimensions": s.basis_size, "teachers": s.teachers, "k": s.k, "steps": s.steps}
+    return suggest_k(sigma=s.sigma, **facts)
 
 
 SMALL_SHARE = 5  # records: a teacher that has seen no more knows hardly anything

@@ -25,6 +25,7 @@ from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import warnings
+from datalens.presets import sgd_usual
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
@@ -59,6 +60,7 @@ class SgdOptions:
     batch_size: int | None = None
     lr: float | None = None
     epochs: float | None = None
+    constant_rate: bool = False
     network: Literal["cnn", "linear"] | None = None
     extractor: str | None = None
     last: bool = False
@@ -146,20 +148,26 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
     if small and network == "cnn":
         raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
+    usual = sgd_usual(
+        network=network,
+        features=extractor is not None,
+        nominal_size=schema.nominal_size,
+        epsilon=budget.epsilon,
+    )
     epochs = options.epochs
     if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
-        epochs = 15.0
+        epochs = usual.epochs
     made = plan_steps(
         budget=budget,
         nominal_size=schema.nominal_size,
-        batch_size=options.batch_size or max(1, min(512, schema.nominal_size // 20)),
+        batch_size=options.batch_size or usual.batch_size,
         epochs=epochs,
-        clip=(1.0 if extractor else 10.0) if options.clip is None else options.clip,
+        clip=usual.clip if options.clip is None else options.clip,
         topk=options.topk,
         selector=options.selector,
         sigma=options.sigma,
     )
-    rate = (0.5 if extractor else 0.1) if options.lr is None else options.lr
+    rate = usual.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
     if options.noise_seed is not None and options.noise_seed < 0:
@@ -181,6 +189,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         batch_size=made.batch_size,
         steps=made.schedule.steps,
         rate=rate,
+        falls=usual.falls and not options.constant_rate,
         average=not options.last,
     )
     return settings, schema, budget
@@ -272,18 +281,18 @@ def ready(x: "Tensor") -> "Tensor":
 class Trainer:
     """The model and its optimizer, a step at a time; what a checkpoint keeps of them.
 
-    `average` is the mean of the weights over the second half of the planned steps: most of the noise of single steps
-    cancels in it, and as it is made of released weights alone, it costs nothing.
+    `average` is a mean of the weights after every step t, weighed by t⁸ (Shamir and Zhang 2013): most of the noise of
+    single steps cancels in it, and as it is made of released weights alone, it costs nothing.
     """
 
-    def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float) -> None:
+    def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float, falls: bool) -> None:
         import torch
 
         from datalens.methods.dpsgd import PrivateOptimizer, sampled_module
 
         self.model, self._gate = model, gate
         self.average = copy.deepcopy(model)
-        self._taken = self._averaged = 0  # steps, and how many of them are in the average
+        self._taken, self._rate, self._falls = 0, rate, falls
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
 
@@ -300,6 +309,9 @@ class Trainer:
         units = len(x) if starts is None else len(starts) - 1
         chosen = torch.from_numpy(poisson_sample(self._gate.noise, units, self._gate.schedule.rate))
         parts = _parts(chosen, starts)
+        if self._falls:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate * share_of_rate(self._taken, self._gate.schedule.steps)
         for number, (part, whose) in enumerate(parts, start=1):
             part = part.to(x.device)
             self._optimizer.whose = None if whose is None else whose.to(x.device)
@@ -309,21 +321,19 @@ class Trainer:
             F.cross_entropy(self._sampled(ready(x[part])), y[part]).backward()
             self._optimizer.step()
         self._taken += 1
-        late = self._taken > self._gate.schedule.steps // 2
-        self._averaged = self._averaged + 1 if late else 1
         with torch.no_grad():
             for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mean.lerp_(now, 1 / self._averaged)
+                mean.lerp_(now, 9 / (self._taken + 8))
 
     def state(self) -> "dict[str, Tensor]":
         import torch
 
-        counts = {"taken": torch.tensor(self._taken), "averaged": torch.tensor(self._averaged)}
+        counts = {"taken": torch.tensor(self._taken)}
         last = {f"model.{name}": value.detach() for name, value in self.model.state_dict().items()}
         return counts | last | {f"average.{name}": value.detach() for name, value in self.average.state_dict().items()}
 
     def load_state(self, state: "dict[str, Tensor]") -> None:
-        self._taken, self._averaged = int(state["taken"]), int(state["averaged"])
+        self._taken = int(state["taken"])
         for name, model in (("model.", self.model), ("average.", self.average)):
             model.load_state_dict({key.removeprefix(name): v for key, v in state.items() if key.startswith(name)})
 
@@ -343,6 +353,11 @@ def _parts(chosen: "Tensor", starts: "Tensor | None") -> "list[tuple[Tensor, Ten
         first = (starts[:-1][persons] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
         found.append((first + torch.arange(len(whose)), whose))
     return found
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the learning rate, at step 0, 1, …: up over the first tenth of the steps, and down to nothing at their end."""
+    return min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
 def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
@@ -378,7 +393,7 @@ def make_trainer(
 
     shape: tuple[int, ...] = (settings.features,) if settings.features else schema.shape
     model = seeded(settings.seed, shape=shape, classes=len(schema.classes), network=settings.network).to(device)
-    return Trainer(model, made, gate, rate=settings.rate)
+    return Trainer(model, made, gate, rate=settings.rate, falls=settings.falls)
 
 
 def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":

@@ -87,6 +87,19 @@ def check_reserved(config: dict[str, Any]) -> None:
             )
 
 
+def standing(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """For the owner's page of a run: what is left of the data set's own budget, now; nothing where it has none."""
+    if config.get("data_budget") is None:
+        return []
+    try:
+        check_reserved(config)
+        with DataBudget.open(Path(config["data_budget"]["folder"])) as data:
+            _, lines = describe(data)
+    except DatalensError as error:
+        return [("Budget of the data set", f"cannot be read: {error}")]
+    return [("Budget of the data set", line) for line in lines[:3]]
+
+
 def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
     """For the owner: the cap, what is reserved, and what is left."""
     spent, accountant = data.spent()

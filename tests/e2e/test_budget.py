@@ -40,6 +40,9 @@ def test_runs_share_one_budget(datalens: Call, small: tuple[str, ...], budget: P
     assert len(mixed["runs"]) == 2 and mixed["accountant"] == "rdp-improved"
     assert 1.0 < mixed["epsilon_reserved"] <= 1.5
     assert "decided on beforehand" in datalens("budget", budget).succeeded().out
+    datalens("report", tmp_path / "a").succeeded()
+    page = (tmp_path / "a" / "owner.html").read_text()
+    assert "left for one more run with Gaussian noise" in page and "reserved by 2 runs" in page
     for release in (tmp_path / "a" / "release", tmp_path / "s" / "release"):
         said = "".join(file.read_text() for file in release.iterdir() if file.suffix in (".json", ".md", ".jsonl"))
         assert "the budget" not in said.replace("the budget;", "") and str(budget) not in said  # of other runs: nothing
@@ -69,6 +72,8 @@ def test_resume_does_not_reserve_twice(
     assert "does not know this run" in datalens("train", "--resume", "--out", out).refused()
     shutil.rmtree(budget)
     assert "has no budget.jsonl" in datalens("train", "--resume", "--out", out).refused()
+    datalens("report", out).succeeded()
+    assert "cannot be read" in (out / "owner.html").read_text()
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "data_budget": {"run": 3}}))
     assert "config.json is damaged" in datalens("train", "--resume", "--out", out).refused()

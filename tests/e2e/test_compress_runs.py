@@ -66,5 +66,5 @@ def test_tables_5_and_6_ask_for_what_can_be_planned() -> None:
             _, settings = topagg_plan(
                 TrainOptions(out=Path("nowhere"), **options), formats.schema(options["data"], nominal_size=None)
             )
-            assert settings.compress == options["compress"]
+            assert settings.compress == options.get("compress", "topk-sign")
             assert settings.steps > 0 and settings.sigma > 0

@@ -125,6 +125,19 @@ def test_the_data_sets_budget(tmp_path: Path) -> None:
         clone(fitted).fit(*pictures())
 
 
+def test_a_person_with_several_images_is_protected_as_a_whole(tmp_path: Path) -> None:
+    images, labels = pictures()
+    public = PUBLIC | {"nominal_size": 100}
+    model = DataLens(**SMALL, **public).fit(images, labels, groups=np.arange(300) // 3)
+    assert "for one person (all images with the same record id)" in model.certificate.statement
+    assert model.certificate.public["nominal_size"] == 100
+    model.save(tmp_path / "r")
+    assert not check_release(tmp_path / "r").problems
+    assert '"row_unit":"person"' in (tmp_path / "r" / "ledger.jsonl").read_text()
+    with pytest.raises(DatalensError, match="groups must be 300"):
+        DataLens(**SMALL, **public).fit(images, labels, groups=[1, 2])
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from datalens.errors import DatalensError
 from datalens.released.certificate import check_release
-from datalens.reproduce import harness, runtime, table1
+from datalens.reproduce import compared, harness, runtime, table1
 from datalens.reproduce.harness import Cell, Scoring, Table
 
 
@@ -59,17 +59,27 @@ def test_unknown_table_names_the_known_ones(tmp_path: Path) -> None:
 
 def test_table1_is_the_papers() -> None:
     cells = table1.cells(full=True)
-    assert len({cell.name for cell in cells}) == len(cells) == 4 * 7
+    assert len({cell.name for cell in cells}) == len(cells) == 6 * (1 + 2 * 7)  # six sets, two budgets and none
     datalens = {cell.row: cell.paper for cell in cells if cell.column == "DataLens"}
+    stand_in = "Scenes (stand-in for Places365)"
     assert datalens == {
         "MNIST ε=1": 0.7123,
         "MNIST ε=10": 0.8066,
         "Fashion-MNIST ε=1": 0.6478,
         "Fashion-MNIST ε=10": 0.7061,
+        "CelebA-Gender ε=1": 0.7058,
+        "CelebA-Gender ε=10": 0.7287,
+        "CelebA-Hair ε=1": 0.6061,
+        "CelebA-Hair ε=10": 0.6224,
+        "Places365 ε=1": 0.4313,
+        "Places365 ε=10": 0.4875,
+        f"{stand_in} ε=1": 0.4313,
+        f"{stand_in} ε=10": 0.4875,
     }
     quick = [cell for cell in table1.cells(full=False) if cell.column == "DataLens"]
-    assert all(cell.options is not None and cell.options["teachers"] == 100 for cell in quick)
-    assert "100" in table1.note(full=False)  # the smaller size is said where the figures are
+    few = str(compared.FEW_TEACHERS["teachers"])
+    assert all(cell.options is not None and str(cell.options["teachers"]) == few for cell in quick)
+    assert f"**{few} compact" in table1.note(full=False)  # the smaller size is said where the figures are
 
 
 def test_runtime_times_real_runs_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

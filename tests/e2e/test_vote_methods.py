@@ -89,7 +89,7 @@ def test_plans(preset: str, epsilon: float, accountant: Any) -> None:
     common: dict[str, Any] = {"preset": preset, "epsilon": epsilon, "accountant": accountant}
     for method in ("pategan", "gpate"):
         settings, parts = planned(method=method, **common)
-        assert settings.teachers == (1000 if preset == "quick" else 4000)
+        assert settings.teachers == (4000 if (method, preset) == ("gpate", "paper") else 1000)
         assert settings.from_dict(settings.as_dict()) == settings
         assert (settings.sigma > 0) is math.isfinite(epsilon)
         if math.isfinite(epsilon):

@@ -421,7 +421,11 @@ def test_where_records_are_scarce_means_come_first() -> None:
 @pytest.mark.parametrize(
     ("options", "size", "said"),
     [
-        ({"teachers": 20}, 60, "about 3 records, too few to learn from: lower --teachers to 12 or fewer"),
+        (
+            {"teachers": 20},
+            60,
+            "shares of about 3.0 records each, which is too few to learn from; choose --teachers under 12",
+        ),
         ({"teachers": 10}, 60, ""),
         ({}, 60, "a class has about 6 records, and one with less than"),
         ({"epsilon": 0.01}, 3000, "a class has about 300 records, and one with less than"),

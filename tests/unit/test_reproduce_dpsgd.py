@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from datalens.reproduce import dpsgd, harness
+from datalens.errors import DatalensError
+from datalens.reproduce import dpsgd, dpsgd_runs, harness
 from datalens.reproduce.appendix_a import GM_DP, KS, TABLE8, TABLE11, TITLES
 
 
@@ -18,15 +19,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]
 
     def run(setting: dpsgd.Setting, seed: int, device: str) -> dict[str, Any]:
         asked.append((setting, seed))
-        sigma = 0.0 if setting.noise == "none" else float(setting.sigma or 0)
+        solved = setting.solved()
+        sigma = 0.0 if setting.noise == "none" else float(solved.sigma or 0)
         return {
-            "accuracy": 0.9 - 0.01 * sigma + 0.001 * seed, "averaged": 0.95, "epsilon_spent": str(setting.epsilon),
+            "setting": {key: str(value) for key, value in dpsgd_runs.asdict(setting).items()},
+            "accuracy": 0.85, "averaged": 0.9 - 0.01 * sigma + 0.001 * seed, "epsilon_spent": str(setting.epsilon),
             "delta": 1e-5, "relation": "add-remove", "accountant": setting.accountant, "private": sigma > 0,
-            "sigma": sigma, "steps": setting.steps, "extractor": "none", "seconds": 1.0,
+            "sigma": sigma, "steps": solved.steps, "extractor": "none", "seconds": 1.0,
         }  # fmt: skip
 
-    monkeypatch.setattr(dpsgd, "run", run)
-    monkeypatch.setattr(dpsgd, "_data", lambda *_: None)
+    monkeypatch.setattr(dpsgd_runs, "run", run)
+    monkeypatch.setattr(dpsgd, "load", lambda *_: None)
     monkeypatch.setattr(dpsgd.os, "cpu_count", lambda: 1)
     # Prices take seconds, and are tested elsewhere.
     monkeypatch.setattr(
@@ -81,10 +84,31 @@ def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any]
     assert figure is not None and len(figure.runs) == 10
     assert all(s.held_out == (seed >= 1000) for s, seed in pretended)  # the test set chooses nothing
     tried = {(s.clip, s.rate) for s, seed in pretended if seed >= 1000}
-    assert tried == {(10, 0.1), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0)}
+    assert tried == {(10, 0.1), (0.3, 6.0), (0.3, 12.0)}
     assert {seed for s, seed in pretended if s == figure.setting and seed < 1000} == set(range(10))
     theirs = dpsgd.as_printed(lab, mode, [cell])[cell]
     assert theirs is not None and theirs.setting.clip == 10
+
+
+def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
+    """Some cells, and some seeds of them, as they come with the project: shown, and nothing is trained."""
+    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "kept" / "dpsgd", "cpu", workers=1)
+    first = dpsgd.candidates("mnist", 0.2, 0.8, "norm", mode)[0]
+    (theirs,) = dpsgd.printed("mnist", 0.2, 0.8, "norm")
+    second = dpsgd.replace(first, clip=0.7, rate=3)  # of no grid
+    lab.all([(second, seed) for seed in (0, 1, 2)] + [(dpsgd.replace(first, held_out=True), 1000), (theirs, 0)])
+    assert set(lab.kept()) == {second, dpsgd.replace(first, held_out=True), theirs}
+    pretended.clear()
+    found = harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path / "kept")
+    assert not pretended
+    shown = [row for row in found["rows"] if row["ours"] is not None]
+    assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.2", "TopAgg norm k=0.8", 3)]
+    assert shown[0]["ours"] == pytest.approx(89.1) and (shown[0]["clip"], shown[0]["last"]) == (second.clip, 85.0)
+    assert shown[0]["at_printed"] == pytest.approx(86.4)
+    assert Path(found["plot"]).exists() and "not run" in Path(found["markdown"]).read_text(encoding="utf-8")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DatalensError, match="no trainings"):
+        harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path / "none")
 
 
 def test_the_papers_tables_are_complete() -> None:
@@ -106,15 +130,15 @@ def test_one_training_is_charged_and_measured(monkeypatch: pytest.MonkeyPatch) -
         about = SgdSettings(
             method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",
             extractor="none", extractor_sha256="", features=0, selector="none", topk=1.0, clip=1.0, sigma=1.0,
-            batch_size=1, steps=1, rate=0.1, average=False,
+            batch_size=1, steps=1, rate=0.1, falls=False, average=False,
         )  # fmt: skip
         return x, y, x, y, dpsgd.replace(sources.schema("mnist"), nominal_size=40), about
 
-    monkeypatch.setattr(dpsgd, "_data", few)
+    monkeypatch.setattr(dpsgd_runs, "load", few)
     facts: dict[str, Any] = {"data": "mnist", "k": 0.8, "selector": "norm", "clip": 1.0, "batch": 8, "rate": 0.1}
     facts |= {"sigma": 3.0, "steps": 5, "records": 40, "accountant": "rdp-improved"}
-    found = dpsgd.run(dpsgd.Setting(epsilon=5.0, **facts), 0, "cpu")
+    found = dpsgd_runs.run(dpsgd.Setting(epsilon=5.0, **facts), 0, "cpu")
     assert 0 < float(found["epsilon_spent"]) <= 5.0 and found["private"] and found["steps"] == 5
     assert 0 <= found["accuracy"] <= 1 and 0 <= found["averaged"] <= 1
-    bare = dpsgd.run(dpsgd.Setting(epsilon=5.0, noise="none", **facts), 0, "cpu")
+    bare = dpsgd_runs.run(dpsgd.Setting(epsilon=5.0, noise="none", **facts), 0, "cpu")
     assert not bare["private"] and bare["epsilon_spent"] == "inf"

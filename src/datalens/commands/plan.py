@@ -3,17 +3,32 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
-from datalens.config import Classes, Grayscale, ImageSize, Label, MethodName, RecordId, TrainOptions, WarmStart
+from datalens.config import (
+    Classes,
+    Grayscale,
+    ImageSize,
+    Label,
+    MethodName,
+    MomentSettings,
+    RecordId,
+    Settings,
+    TrainOptions,
+    WarmStart,
+)
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
     "covariance's noise by the squared clip norm"
 )
+
+
+if TYPE_CHECKING:
+    from datalens.theory.choose import Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +60,11 @@ class Plan:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.config import MomentSettings
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
         from datalens.guidance import expect
         from datalens.peers.settings import PeerSettings
-        from datalens.plan import costs, make_plan, warnings
+        from datalens.plan import costs, make_plan, suggestion, warnings
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -66,6 +80,7 @@ class Plan:
             how, signal = "from private moments", _NOISE_OF_MOMENTS
         else:
             how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
+        suggested = suggestion(settings)
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
@@ -81,10 +96,22 @@ class Plan:
             f"noise/signal: {signal}",
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
+            *(["", _advice(suggested, settings)] if suggested and isinstance(settings, Settings) else ()),
             *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
         fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
+        if suggested:
+            fields["suggested"] = suggested.as_dict()
         show(fields, lines, json=self.json)
         return 0
+
+
+def _advice(best: "Suggestion", settings: Settings) -> str:
+    """What Theorem 6 says; what is done stays what was asked for."""
+    return (
+        f"suggestion: --k {best.k} (here {settings.k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
+        f"and noise of {best.noise:.2g} squared gradients, for gradients of Weibull shape {best.shape:g} "
+        "(docs/theory.md)"
+    )

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from datalens.commands.common import DataFolder, Json, show
+from datalens.commands.common import EXIT_REFUSED, DataFolder, Json, show
 from datalens.errors import DatalensError
 
 
@@ -15,7 +15,7 @@ class Reproduce:
     """Run a table of the paper and put its figures beside ours."""
 
     what: Positional[str | None] = None
-    """For example table1; see --list."""
+    """For example table1; see --list. `all` does one after the other."""
     list: bool = False
     """Show what there is."""
     quick: bool = False
@@ -23,7 +23,13 @@ class Reproduce:
     full: bool = False
     """The paper's sizes, and all seeds; wants a GPU."""
     data_folder: DataFolder = None
-    """Where CelebA lies, for utility; without it, its rows are not run."""
+    """Where CelebA or Places365 lies, or a folder with folders celeba, places365 and scenes; without it, rows of these
+    are not run."""
+    cells: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
+    """Run only cells whose names fit, such as 'mnist-eps1-*'; the others are shown where they are finished."""
+    from_: Annotated[Path | None, arg(name="from", metavar="FOLDER", help_behavior_hint="")] = None
+    """Run nothing: make the table of the cells kept in FOLDER/NAME (tables 8-11 and figure3: FOLDER/dpsgd), such as
+    docs/results has them."""
     out: Path = Path("runs/reproduce")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
@@ -37,8 +43,19 @@ class Reproduce:
             table = harness.listing()
             show({"available": table}, [f"{name:10} {title}" for name, title in table.items()], json=self.json)
             return 0
-        result = harness.reproduce(
-            self.what, full=self.full, out=self.out, device=self.device, data_folder=self.data_folder
-        )
+        how: dict[str, Any] = {"full": self.full, "out": self.out, "device": self.device}
+        if self.what == "all":
+            if self.cells or self.from_:
+                raise DatalensError("--cells and --from are for one table at a time: leave them out, or name it")
+            return self._all(how)
+        how |= {"data_folder": self.data_folder, "only": self.cells, "stored": self.from_}
+        result = harness.reproduce(self.what, **how)
         show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=self.json)
         return 0
+
+    def _all(self, how: dict[str, Any]) -> int:
+        from datalens.reproduce.everything import reproduce_all
+
+        result = reproduce_all(data_folder=self.data_folder, **how)
+        show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=self.json)
+        return EXIT_REFUSED if result["failed"] else 0

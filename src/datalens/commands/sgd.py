@@ -42,20 +42,24 @@ class Sgd:
     """norm: noise shrinks by sqrt(topk) with the rows. dim: it does not."""
     sigma: Annotated[float | None, _SOLVED] = None
     """Noise multiplier."""
-    clip: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 10; with features: 1)")] = None
+    clip: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.3; linear: 10; on features: 1)")
+    ] = None
     """What the norm of a record's gradient is clipped to."""
     batch_size: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 512, or 1/20 of the records)")
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 1/30 of the records; linear: 512 or 1/20)")
     ] = None
     """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.1; with features: 0.5)")] = None
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --clip)")] = None
     """Learning rate."""
     epochs: Annotated[
-        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 15, unless --sigma is given)")
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
     ] = None
     """How often a record is in, on average."""
+    constant_rate: bool = False
+    """Keep the learning rate, as the paper does (and a linear head always does); else it falls to nothing."""
     last: bool = False
-    """Release the last weights, as the paper does, and not their mean over the second half of the steps."""
+    """Release the last weights, as the paper does, and not a mean in which late ones weigh most."""
     network: Annotated[
         Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
     ] = None

@@ -53,6 +53,14 @@ def named_labels(labels: np.ndarray, classes: Iterable[Any] | None) -> tuple[np.
     return np.array([numbers[value] for value in found], dtype=np.int64), values
 
 
+def as_groups(groups: Any, count: int) -> np.ndarray:
+    """Whose image each is, as text."""
+    whose = np.asarray(_plain(groups))
+    if whose.shape != (count,):
+        raise DatalensError(f"groups must be {count}, one an image, not {list(whose.shape)}")
+    return whose.astype(str)
+
+
 def _unless(labels: Any, why: str) -> None:
     if labels is not None:
         raise DatalensError(f"{why}: leave labels out")

@@ -64,11 +64,19 @@ def batches(images: np.ndarray, size: int) -> Iterator[Tensor]:
         yield torch.tensor(images[start : start + size])
 
 
-def judge(training: Dataset, test: Dataset, *, epochs: int, device: torch.device | str, fresh: bool = False) -> Judge:
-    """The classifier of these real images: from the cache, or trained now."""
+def judge(
+    training: Dataset,
+    test: Dataset,
+    *,
+    epochs: int,
+    device: torch.device | str,
+    fresh: bool = False,
+    least: int | None = None,
+) -> Judge:
+    """The classifier of these real images: from the cache, or trained now, for at least so many steps."""
     if epochs < 1:
         raise DatalensError(f"--judge-epochs must be at least 1, not {epochs}")
-    epochs = max(epochs, math.ceil(STEPS / max(1, len(training.images) // _BATCH)))
+    epochs = max(epochs, math.ceil((least or STEPS) / max(1, len(training.images) // _BATCH)))
     schema = training.schema
     shape = {"channels": schema.channels, "height": schema.height, "width": schema.width}
     arrays = (training.images, training.labels, test.images, test.labels)

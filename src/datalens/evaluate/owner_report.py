@@ -10,6 +10,7 @@ from datalens.errors import DatalensError
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import read_ledger
 from datalens.runs import read_config, write_atomically
+from datalens.spending import standing
 
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # What methods log, and how a person calls it; other names are shown as they are.
@@ -64,6 +65,7 @@ def page(run: Path) -> bytes:
         facts=[
             ("Budget", budget.describe(budget.epsilon) + stamp),
             ("Spent", f"{budget.describe(spent)}, in {len(events)} charges{stamp}"),
+            *standing(config),
             ("Data", config["options"]["data"]),
             ("Preset", settings["preset"]),
             ("Steps logged", len(lines)),

@@ -1,211 +1,24 @@
 """Tables 8-11 and Figure 3 (Appendix A): DP-SGD with TopAgg beside plain DP-SGD, on MNIST and CIFAR-10.
 
-All of them are made of the same trainings, kept one small JSON file each, so what one has run the others find. Every
-training is charged to a ledger of its own, before its noise.
+All of them are made of the same trainings (`dpsgd_runs`), so what one has run the others find.
 """
 
-import concurrent.futures
-import functools
-import hashlib
-import json
 import math
-import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from datalens.config import SgdSettings
-from datalens.datasets.schema import Schema
-from datalens.errors import BudgetExceeded
+from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import AccountantName
-from datalens.privacy.ledger import Budget
-from datalens.progress import bar, say
+from datalens.progress import say
 from datalens.reproduce.appendix_a import GM_DP, INF, KS, TABLE8, TABLE9_DIM, TABLE10, TABLE11
 from datalens.reproduce.dpsgd_output import DELTA, Line, write
-from datalens.runs import write_atomically
+from datalens.reproduce.dpsgd_runs import SIZES, Lab, Setting, load
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-SIZES = {"mnist": 60_000, "cifar10": 50_000}
 MOST_STEPS = 10_000  # of a candidate that is not the only one
-QUICK_SIDE = 112  # pixels of what the extractor sees in quick mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How one cell is trained. Of `sigma` and `steps` one may be None: solved for."""
-
-    data: str
-    epsilon: float
-    k: float
-    selector: Literal["norm", "dim", "none"]
-    clip: float
-    batch: int
-    rate: float
-    sigma: float | None = None
-    steps: int | None = None
-    noise: Literal["bound", "clip", "none"] = "bound"  # what σ multiplies; the paper's Table 10 has all three
-    accountant: AccountantName = "prv"
-    records: int | None = None  # quick: so many of the training records only
-    held_out: bool = False  # scored on a sixth of the training records, which it is not trained on: for the search
-
-    def solved(self) -> "Setting":
-        """With σ and steps, by public facts. Raises where no noise is enough."""
-        if self.sigma is not None and self.steps is not None:
-            return self
-        from datalens.methods.dpsgd import plan_steps
-
-        made = plan_steps(
-            budget=self.budget,
-            nominal_size=self.nominal,
-            batch_size=self.batch,
-            epochs=None if self.steps is None else self.steps * self.batch / self.nominal,
-            clip=self.clip,
-            topk=self.k,
-            selector=self.selector,
-            sigma=self.sigma,
-        )
-        return replace(self, sigma=made.schedule.sigma, steps=made.schedule.steps)
-
-    @property
-    def nominal(self) -> int:
-        return self.records or SIZES[self.data]
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(epsilon=self.epsilon, delta=DELTA, relation="add-remove", accountant=self.accountant)
-
-    @property
-    def name(self) -> str:
-        """A file name: whatever is set decides it."""
-        fields = json.dumps({key: str(value) for key, value in asdict(self).items()}, sort_keys=True)
-        digest = hashlib.sha256(fields.encode()).hexdigest()[:12]
-        return f"{self.data}-eps{self.epsilon:g}-{self.selector}{self.k:g}-{digest}"
-
-
-# --- one training ---------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=2)
-def _data(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, Tensor, Tensor, Schema, SgdSettings]":
-    """Records as a model sees them: pixels, or cached features. The settings say which."""
-    import torch
-
-    from datalens.datasets import formats
-    from datalens.private import features
-
-    parts: list[Tensor] = []
-    for split, most in (("train", records), ("test", None if records is None else 1000)):
-        found = formats.load(name, split)
-        images, labels = found.images[:most], found.labels[:most]
-        if name == "cifar10":
-            extractor = features.find(features.DEFAULT)
-            if records is not None:
-                extractor = replace(extractor, side=QUICK_SIDE)
-            x = features.extract(extractor, images, device=torch.device(device))
-        else:
-            x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-        parts += [x.to(device), torch.from_numpy(labels).to(device)]
-    public = replace(found.schema, nominal_size=records or found.schema.nominal_size)
-    linear = name == "cifar10"
-    about = SgdSettings(
-        method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
-        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none", extractor_sha256="",
-        features=int(parts[0].shape[1]) if linear else 0, selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1,
-        steps=1, rate=0.1, average=False,
-    )  # fmt: skip
-    return parts[0], parts[1], parts[2], parts[3], public, about
-
-
-def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
-    """Train once. `seed` is of the first weights; samples and noise are the operating system's."""
-    import torch
-
-    from datalens.bounded.norm_topk import NormTopK
-    from datalens.methods.dpsgd import Plan
-    from datalens.privacy.dpsgd import GradientGate, Schedule
-    from datalens.privacy.ledger import Ledger
-    from datalens.privacy.noise import SecureNoise
-    from datalens.sgd import accuracy, make_trainer
-
-    if device == "cpu" and multiprocessing.parent_process() is not None:
-        torch.set_num_threads(1)
-    began = time.monotonic()
-    s = setting.solved()
-    assert s.sigma is not None and s.steps is not None
-    x, y, tx, ty, schema, about = _data(s.data, s.records, device)
-    if s.held_out:
-        inside = len(x) * 5 // 6
-        x, tx, y, ty = x[:inside], x[inside:], y[:inside], y[inside:]
-    compress = NormTopK(clip=s.clip, topk=s.k, selector=s.selector)
-    unit = compress.clip if s.noise == "clip" else compress.bound
-    sigma = 0.0 if s.noise == "none" else s.sigma
-    schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
-    budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
-    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
-    settings = replace(about, seed=seed, rate=s.rate)
-    trainer = make_trainer(
-        settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
-    )
-    for _ in range(s.steps):
-        trainer.step(x, y)
-    return {
-        "setting": {key: str(value) for key, value in asdict(setting).items()},
-        "seed": seed,
-        "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
-        "averaged": accuracy(trainer.average, tx, ty),  # of their mean over the second half of the steps
-        "epsilon_spent": str(gate.ledger.spent()),
-        "delta": DELTA,
-        "relation": "add-remove",
-        "accountant": budget.accountant,
-        "private": sigma > 0,
-        "sigma": sigma,
-        "steps": s.steps,
-        "extractor": about.extractor,
-        "seconds": round(time.monotonic() - began, 2),
-    }
-
-
-class Lab:
-    """Trainings that are done, and those that are wanted: several at once, each kept when it ends."""
-
-    def __init__(self, folder: Path, device: str, *, workers: int) -> None:
-        self._folder, self._device, self._workers = folder / "cells", device, workers
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
-        jobs = list(dict.fromkeys(wanted))
-        found = {job: json.loads(p.read_text(encoding="utf-8")) for job in jobs if (p := self._path(job)).exists()}
-        missing = [job for job in jobs if job not in found]
-        if not missing:
-            return found
-        with bar("trainings", len(missing)) as (progress, task):
-
-            def keep(job: tuple[Setting, int], result: dict[str, Any]) -> None:
-                write_atomically(self._path(job), json.dumps(result, indent=1).encode())
-                found[job] = result
-                progress.advance(task)
-
-            if self._workers == 1:
-                for job in missing:
-                    keep(job, run(*job, self._device))
-                return found
-            context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
-            with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
-                pending = {pool.submit(run, *job, self._device): job for job in missing}
-                for done in concurrent.futures.as_completed(pending):
-                    keep(pending[done], done.result())
-        return found
-
-    def _path(self, job: tuple[Setting, int]) -> Path:
-        return self._folder / f"{job[0].name}-seed{job[1]}.json"
-
 
 # --- which settings -------------------------------------------------------------------------------------------------
 
@@ -240,22 +53,30 @@ def _length(data: str, epsilon: float, batch: int, sigma: float) -> dict[str, An
     return {"sigma": sigma}
 
 
-# Our own, beside the paper's: learning rates at a clip norm that gradients reach. data → ε up to which → batch, steps.
-_OWN: dict[str, tuple[tuple[float, int, int], ...]] = {
-    "mnist": ((0.1, 512, 300), (0.3, 512, 600), (INF, 512, 1800)),
-    "cifar10": ((0.1, 1024, 300), (0.4, 1024, 600), (INF, 1024, 1500)),
+# Our own, beside the paper's: at a clip norm that gradients reach. Clip, batch, and learning rates.
+_OWN: dict[str, tuple[float, int, tuple[float, ...]]] = {
+    "mnist": (0.3, 2048, (6.0, 12.0)),
+    "cifar10": (1.0, 1024, (0.05, 0.2, 0.8)),
 }
-_OWN_RATES = {"mnist": (0.5, 1.0, 2.0), "cifar10": (0.05, 0.2, 0.8)}
+
+
+def _own_steps(data: str, epsilon: float) -> int:
+    """All steps together go as far as noise lets them: about proportional to ε."""
+    if data == "mnist":
+        return round(900 * min(1.0, max(0.05, epsilon)))
+    return next(steps for most, steps in ((0.1, 300), (0.4, 600), (INF, 1500)) if epsilon <= most)
 
 
 def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode") -> list[Setting]:
-    """What is searched for the best: the paper's, and a small grid of our own."""
+    """What is searched for the best: a small grid of our own, and the paper's."""
     kind = _kind(data, epsilon, k, selector)
     if mode.steps is not None:
         return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
-    batch, steps = next((b, n) for most, b, n in _OWN[data] if epsilon <= most)
-    own = [Setting(**kind, clip=1.0, batch=batch, steps=steps, rate=rate) for rate in _OWN_RATES[data]]
-    return printed(data, epsilon, k, selector) + own
+    clip, batch, rates = _OWN[data]
+    steps = _own_steps(data, epsilon)
+    course: dict[str, Any] = {"clip": clip, "batch": batch, "steps": steps, "falls": data == "mnist"}
+    own = [Setting(**kind, **course, rate=rate) for rate in rates]
+    return own + printed(data, epsilon, k, selector)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +101,7 @@ class Mode:
                 records={"mnist": None, "cifar10": None},
             )  # fmt: skip
         fixed = {
-            "mnist": {"clip": 1.0, "batch": 256, "rate": 1.0},
+            "mnist": {"clip": 0.3, "batch": 512, "rate": 12.0, "falls": True},
             "cifar10": {"clip": 1.0, "batch": 128, "rate": 0.5},
         }
         return cls(
@@ -294,7 +115,7 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A cell as it is shown: mean and spread over seeds, in percent, and how it came about."""
+    """A cell as it is shown: mean and spread over seeds, in percent, of averaged weights; and how it came about."""
 
     setting: Setting
     mean: float
@@ -306,18 +127,9 @@ Cell = tuple[str, float, float, str, AccountantName]  # data, ε, k, selector, a
 
 
 def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidates) -> dict[Cell, Figure | None]:
-    """Each cell's figure, of the best of its candidates; None where no noise reaches its ε."""
+    """Each cell's figure, of the best of its candidates; None where no noise reaches its ε, or nothing is kept."""
     cells = list(dict.fromkeys(cells))
-    choices: dict[Cell, list[Setting]] = {}
-    for cell in cells:
-        choices[cell] = []
-        for asked in choose(*cell[:4], mode):
-            try:
-                solved = replace(asked, accountant=cell[4]).solved()
-                if choose is not candidates or not choices[cell] or (solved.steps or 0) <= MOST_STEPS:
-                    choices[cell].append(solved)
-            except BudgetExceeded as error:
-                say(f"{cell[0]}, epsilon {cell[1]:g}, {cell[4]}: {error}")
+    choices = {cell: _possible(lab, mode, cell, choose) for cell in cells}
     tried = lab.all(
         (replace(s, held_out=True), seed)
         for found in choices.values()
@@ -325,15 +137,37 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
         for s in found
         for seed in _SEARCH_SEEDS
     )
+    kept = {} if lab.trains else lab.all((s, seed) for found in choices.values() for s in found for seed in mode.seeds)
 
-    def score(s: Setting) -> float:
-        """On records held out of training: the test set chooses nothing."""
+    def score(s: Setting) -> tuple[bool, float]:
+        """On records held out of training: the test set chooses nothing. Of what is kept, that it is there."""
         asked = replace(s, held_out=True)
-        return sum(tried[asked, seed]["accuracy"] for seed in _SEARCH_SEEDS if (asked, seed) in tried)
+        shares = [tried[asked, seed]["averaged"] for seed in _SEARCH_SEEDS if (asked, seed) in tried]
+        return any(key[0] == s for key in kept), statistics.mean(shares) if shares else 0.0
 
     best = {cell: max(found, key=score) for cell, found in choices.items() if found}
-    done = lab.all((s, seed) for s in best.values() for seed in mode.seeds)
+    done = kept or lab.all((s, seed) for s in best.values() for seed in mode.seeds)
     return {cell: _figure(best[cell], mode, done) if cell in best else None for cell in cells}
+
+
+def _possible(lab: Lab, mode: Mode, cell: Cell, choose: Any) -> list[Setting]:
+    """The settings of a cell that some noise is enough for, and that take not too long."""
+    found: list[Setting] = []
+    if not lab.trains and choose is candidates:
+        kind = _kind(*cell[:4]) | {"accountant": cell[4], "noise": "bound", "held_out": False}
+        theirs = printed(*cell[:4])
+        mine = [s for s in lab.kept() if all(getattr(s, name) == value for name, value in kind.items())]
+        return sorted(mine, key=theirs.__contains__)  # the paper's last: they are shown in a column of their own
+    for asked in choose(*cell[:4], mode):
+        setting = replace(asked, accountant=cell[4])
+        try:
+            steps = setting.solved().steps if lab.trains else 0
+        except BudgetExceeded as error:
+            say(f"{cell[0]}, epsilon {cell[1]:g}, {cell[4]}: {error}")
+            continue
+        if choose is not candidates or not found or (steps or 0) <= MOST_STEPS:
+            found.append(setting)
+    return found
 
 
 def as_printed(lab: Lab, mode: Mode, cells: Iterable[Cell]) -> dict[Cell, Figure | None]:
@@ -342,9 +176,11 @@ def as_printed(lab: Lab, mode: Mode, cells: Iterable[Cell]) -> dict[Cell, Figure
     return figures(lab, mode, known, lambda data, epsilon, k, selector, _: printed(data, epsilon, k, selector))
 
 
-def _figure(setting: Setting, mode: Mode, done: dict[tuple[Setting, int], dict[str, Any]]) -> Figure:
-    runs = tuple(done[setting, seed] for seed in mode.seeds)
-    values = [100 * r["accuracy"] for r in runs]
+def _figure(setting: Setting, mode: Mode, done: dict[tuple[Setting, int], dict[str, Any]]) -> Figure | None:
+    runs = tuple(done[setting, seed] for seed in mode.seeds if (setting, seed) in done)
+    if not runs:
+        return None
+    values = [100 * r["averaged"] for r in runs]
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return Figure(setting=setting, mean=statistics.mean(values), spread=spread, runs=runs)
 
@@ -369,7 +205,7 @@ def _line(
         "ours": round(figure.mean, 2) if figure else None,
         "spread": round(figure.spread, 2) if figure else None,
         "difference": round(figure.mean - paper[0], 2) if figure and paper else None,
-        "averaged": round(100 * statistics.mean(r["averaged"] for r in figure.runs), 2) if figure else None,
+        "last": round(100 * statistics.mean(r["accuracy"] for r in figure.runs), 2) if figure else None,
         "at_printed": round(at_printed.mean, 2) if at_printed else None,  # ours, at the settings of Table 11
         "at_printed_spread": round(at_printed.spread, 2) if at_printed else None,
         "seeds": len(figure.runs) if figure else 0,
@@ -426,7 +262,8 @@ def table10(lab: Lab, mode: Mode) -> list[Line]:
     for epsilon in (0.1, 1.0) if mode.full else (1.0,):
         cell: Cell = ("mnist", epsilon, k, "norm", "prv")
         base = figures(lab, mode, [cell])[cell]
-        assert base is not None
+        if base is None:
+            continue
         shown: dict[tuple[str, str], Setting] = {}
         for compression in ("NormTopK", "none"):
             for noise, law in (("σ²C²", "clip"), ("kσ²C²", "bound"), ("none", "none")):
@@ -474,10 +311,19 @@ TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
 }  # fmt: skip
 
 
-def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
-    """Run what is missing, then write the table. Returns where everything is."""
+def reproduce(name: str, *, full: bool, out: Path, device: str, cells: Path | None = None) -> dict[str, Any]:
+    """Run what is missing, then write the table. Returns where everything is.
+
+    `cells`: a folder of trainings that were kept; the table is made of these, and nothing is run.
+    """
     from datalens.training import choose_device
 
+    if cells is not None:
+        lines = TABLES[name](Lab(cells, "cpu", workers=1, trains=False), Mode.of(full))
+        if all(line["ours"] is None for line in lines):
+            raise DatalensError(f"{cells} has no trainings of {name}: name another folder, or leave --from out")
+        out.mkdir(parents=True, exist_ok=True)
+        return write(name, lines, out, full=full)
     place = str(choose_device(device))
     cores = os.cpu_count() or 1
     workers = max(1, min(8, cores // 2)) if place.startswith("cuda") else min(2, cores)
@@ -485,6 +331,6 @@ def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any
     mode = Mode.of(full)
     if name != "table11" or full:
         for data in ("mnist",) if name in ("table9", "table10") else ("mnist", "cifar10"):
-            _data(data, mode.records[data], place)  # fetched, and its features cached, once
-    lines = TABLES[name](Lab(folder, place, workers=workers), mode)
+            load(data, mode.records[data], place)  # fetched, and its features cached, once
+    lines = TABLES[name](Lab(folder / "cells", place, workers=workers), mode)
     return write(name, lines, folder, full=full)

@@ -24,8 +24,10 @@ from datalens.progress import say
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
-    from datalens.bounded.contributions import BoundedSum
+    from datalens.bounded.contributions import BoundedSum, Contributions, Gradients
     from datalens.crowd import Crowd, Fakes
+
+    Compress = Callable[[Gradients], Contributions]
 
 TITLE = "Figure 2: data-independent and data-dependent ε"
 EPSILON, DELTA = 1.0, 1e-5
@@ -73,16 +75,19 @@ def panels(full: bool) -> list[Panel]:
     ]
 
 
-def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
-    """Run what is missing, then write the figure. Returns where everything is."""
+def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
+    """Run what is missing, then write the figure. Returns where everything is. `stored`: run nothing, see `harness`."""
     from datalens.datasets import sources
 
     folder = out / f"figure2-{'full' if full else 'quick'}"
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     shown, left_out = [], []
     for panel in panels(full):
-        path = folder / "cells" / f"{panel.data}.json"
+        path = (folder / "cells" if stored is None else stored / "figure2") / f"{panel.data}.json"
         if not _finished(path, panel):
+            if stored is not None:
+                left_out.append(f"{panel.name}: not run")
+                continue
             if not sources.downloadable(panel.data) and not sources.cached(panel.data):
                 left_out.append(
                     f"{panel.name}: left out, its data is not on this machine (docs/data.md says where to put it)"
@@ -140,8 +145,16 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
     }
 
 
-def watched_run(options: TrainOptions, look_with: "Callable[[Settings], Callable[[BoundedSum], None]]") -> Settings:
-    """What `datalens train` does, up to the release, with someone who looks at the votes."""
+def watched_run(
+    options: TrainOptions,
+    look_with: "Callable[[Settings], Callable[[BoundedSum], None]]",
+    compress_with: "Callable[[Compress], Compress] | None" = None,
+) -> Settings:
+    """What `datalens train` does, up to the release, with someone who looks at the votes.
+
+    `compress_with`: may look at the gradients that go into them, too; any votes will do then.
+    """
+    from datalens.crowd import Crowd
     from datalens.datasets import formats
     from datalens.distributed import World
     from datalens.methods import datalens
@@ -154,7 +167,7 @@ def watched_run(options: TrainOptions, look_with: "Callable[[Settings], Callable
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
     budget, settings = topagg_plan(options, records.schema)
-    if settings.decode != "threshold" or settings.compress == "topk":
+    if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
         raise ValueError("Theorem 5 is about votes that are thresholded: nothing else has a likely outcome")
     with World.start(options.device) as world:
         shares = datalens.gather(records, settings, world=world)
@@ -168,8 +181,14 @@ def watched_run(options: TrainOptions, look_with: "Callable[[Settings], Callable
             data_sha256=f"{shares.fingerprint % 2**256:064x}",
         )
         try:
-            crowd = datalens.make_crowd(
-                shares, settings, records.schema, world=world, folder=options.out / "checkpoints", chunk=options.chunk
+            compress = datalens.make_compress(settings)
+            crowd = Crowd(
+                datalens.make_teachers(shares, settings, records.schema, chunk=options.chunk),
+                compress if compress_with is None else compress_with(compress),
+                world=world,
+                count=settings.teachers,
+                shape=(settings.batch, *records.schema.shape),
+                folder=options.out / "checkpoints",
             )
             watched = cast("Crowd", Watched(crowd, look_with(settings)))
             draws = settings.steps * settings.batch * settings.basis_size

@@ -4,20 +4,23 @@ Each finished cell is a small JSON file, so an interrupted table goes on where i
 Markdown, CSV, JSON and a plot, with the paper's printed value beside ours.
 """
 
-import csv
+import fnmatch
+import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce import appendix_a, dpsgd, figure2, runtime, table6
+from datalens.reproduce import appendix_a, dpsgd, figure2, runtime, table6, theory
+from datalens.reproduce.output import write
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ class Scoring:
     epochs: int
     seeds: int
     classifier: "ClassifierName" = "paper"
+    test: int | None = None  # real images it is tested on: the first so many, or all
+    measure: Literal["utility", "quality", "grid"] = "utility"  # accuracy; Inception Score and FID; pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +52,23 @@ class Cell:
     def name(self) -> str:
         """A plain file name: "MNIST ε=1", "DataLens" → mnist-eps1-datalens; and the seed, where one is asked for."""
         seed = f" seed{self.options['seed']}" if self.options and "seed" in self.options else ""
-        text = f"{self.row} {self.column}{seed}".lower().replace("ε=", "eps")
+        text = f"{self.row} {self.column}{seed}".lower().replace("ε=", "eps").replace("∞", "inf").replace("β", "beta")
         return "-".join("".join(c if (c.isascii() and c.isalnum()) or c == "." else " " for c in text).split())
+
+    @property
+    def asked(self) -> dict[str, Any] | None:
+        """The options as JSON has them, which knows no infinity."""
+        if self.options is None:
+            return None
+        return {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in self.options.items()}
+
+    @property
+    def run_name(self) -> str:
+        """Of its run, where tables share runs: what was asked for decides it."""
+        assert self.options is not None
+        digest = hashlib.sha256(json.dumps(self.asked, sort_keys=True).encode()).hexdigest()[:10]
+        epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
+        return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,129 +84,186 @@ class Table:
     scoring: Callable[[bool], Scoring]
     rows: Callable[[list[Cell], dict[str, dict[str, Any]]], list[dict[str, Any]]] | None = None
     markdown: Callable[[list[dict[str, Any]]], str] | None = None
+    plot: Callable[[list[dict[str, Any]], str, Path], None] | None = None
+    shares_runs: bool = False  # with other tables: what one has trained the others find
+    kept_as: str | None = None  # under which name its cells are kept, where another table has the same ones
 
 
 def tables() -> dict[str, Table]:
-    from datalens.reproduce import ablation, table1, table5, utility
+    from datalens.reproduce import ablation, figure4, quality, table1, table2, table4, table5, table7, utility
 
     return {
         "table1": table1.TABLE,
+        "table2": table2.TABLE,
+        "table3": quality.TABLE3,
+        "table4": table4.TABLE,
         "table5": table5.TABLE,
+        "table7": table7.TABLE,
+        "table12": quality.TABLE12,
+        "figure4": figure4.TABLE,
         "utility": utility.TABLE,
         "ablation": ablation.TABLE,
     }
 
 
 def listing() -> dict[str, str]:
-    own = {"runtime": runtime.TITLE, "table6": table6.TITLE, "figure2": figure2.TITLE, **appendix_a.TITLES}
-    return {name: table.title for name, table in tables().items()} | own
+    """What there is, tables and figures by their numbers."""
+    own = {"runtime": runtime.TITLE, "table6": table6.TITLE, "figure2": figure2.TITLE, "theory": theory.TITLE}
+    every = {name: table.title for name, table in tables().items()} | own | appendix_a.TITLES
+    order = [f"{kind}{number}" for kind in ("table", "figure") for number in range(1, 13)]
+    return {name: every[name] for name in sorted(every, key=lambda n: order.index(n) if n in order else len(order))}
 
 
-def reproduce(name: str, *, full: bool, out: Path, device: str, data_folder: Path | None = None) -> dict[str, Any]:
+def reproduce(
+    name: str,
+    *,
+    full: bool,
+    out: Path,
+    device: str,
+    data_folder: Path | None = None,
+    only: str | None = None,
+    stored: Path | None = None,
+) -> dict[str, Any]:
     """Run what is missing, then write the table. Returns where everything is.
 
-    `data_folder`: where CelebA lies. Cells whose set cannot be downloaded and is neither there nor in its place at home
-    are not run, and the table says so.
+    `data_folder`: where sets lie that cannot be downloaded. Cells whose set is neither there nor in its place at home
+    are not run, and the table says so. `only`: a pattern of cells' names; others are shown where they are finished.
+    `stored`: nothing is run; the cells are those kept in this folder.
     """
     known = tables()
     if name not in listing():
         raise DatalensError(f"there is no {name!r} to reproduce: choose one of {', '.join(listing())}")
+    cells = known[name].cells(full) if name in known else []
     if data_folder is not None:
-        _check_folder(name, known[name].cells(full) if name in known else [], data_folder)
+        _check_folder(name, cells, data_folder)
+    if only is not None and not any(fnmatch.fnmatch(cell.name, only) for cell in cells):
+        some = f", such as {cells[0].name}" if cells else ": it is not made of such cells"
+        raise DatalensError(f"--cells {only} fits no cell of {name}{some}")
+    if stored is not None and not stored.is_dir():
+        raise DatalensError(f"--from {stored} is not a folder: docs/results is one")
+    if name == "figure2":
+        return figure2.reproduce(full=full, out=out, device=device, stored=stored)
+    if name in appendix_a.TITLES:
+        return dpsgd.reproduce(name, full=full, out=out, device=device, cells=stored and stored / "dpsgd")
+    if name not in known and stored is not None:
+        raise DatalensError(f"{name} cannot be made --from kept cells: leave it out")
     if name == "runtime":
         return runtime.reproduce(full=full, out=out, device=device)
     if name == "table6":
         return table6.reproduce(full=full, out=out, device=device)
-    if name in appendix_a.TITLES:
-        return dpsgd.reproduce(name, full=full, out=out, device=device)
-    if name == "figure2":
-        return figure2.reproduce(full=full, out=out, device=device)
-    table, folder = known[name], out / f"{name}-{'full' if full else 'quick'}"
-    (folder / "cells").mkdir(parents=True, exist_ok=True)
-    cells = table.cells(full)
-    runnable = [cell for cell in cells if cell.options is not None]
+    if name == "theory":
+        return theory.reproduce(full=full, out=out, device=device)
+    table, mode = known[name], "full" if full else "quick"
+    kept_as = table.kept_as or name
+    folder = out / f"{name}-{mode}"
+    folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
+    place = out / f"{kept_as}-{mode}" / "cells" if stored is None else stored / kept_as
+    if stored is None:
+        place.mkdir(parents=True, exist_ok=True)
+    runnable = [cell for cell in cells if cell.options is not None]
     for number, cell in enumerate(runnable, start=1):
-        path = folder / "cells" / f"{cell.name}.json"
+        path = place / f"{cell.name}.json"
         assert cell.options is not None
         data = cell.options["data"]
         if not _finished(path, cell):
-            folder_of = data_folder if sources.family(data) == "celeba" else None
-            if not (folder_of or sources.downloadable(data) or sources.cached(data)):
+            folder_of = _folder_of(data, data_folder)
+            here = folder_of or sources.downloadable(data) or sources.cached(data)
+            if stored is not None or not here or (only is not None and not fnmatch.fnmatch(cell.name, only)):
                 continue
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
-            # The ceiling depends on the data and the scoring alone: one cell finds it for all.
-            known_real = (r["utility"]["accuracy_real"] for r in results.values() if r["options"]["data"] == data)
+            shared = out / f"runs-{mode}" / cell.run_name if table.shares_runs else None
             result = _run_cell(
                 cell,
                 table.scoring(full),
-                folder / "runs" / cell.name,
+                shared or folder / "runs" / cell.name,
                 device,
                 data_folder=folder_of,
-                accuracy_real=next(known_real, None),
+                accuracy_real=_ceiling(results, data),
             )
-            write_atomically(path, json.dumps(result, indent=1).encode())
+            keep(path, result)
         results[cell.name] = json.loads(path.read_text(encoding="utf-8"))
-    return _write(name, table, cells, results, folder, full=full)
+        if path.with_suffix(".png").exists():
+            results[cell.name]["picture"] = str(path.with_suffix(".png"))
+    return write(name, table, cells, results, folder, full=full)
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """A finished cell as JSON, and its picture beside it, where it has one."""
+    if "picture" in result:
+        write_atomically(path.with_suffix(".png"), result["picture"])
+    facts = {name: value for name, value in result.items() if name != "picture"}
+    write_atomically(path, json.dumps(facts, indent=1).encode())
+
+
+def _ceiling(results: dict[str, dict[str, Any]], data: str) -> float | None:
+    """It depends on the data and the scoring alone: one cell finds it for all."""
+    scored = (r for r in results.values() if "utility" in r and r["options"]["data"] == data)
+    return next((r["utility"]["accuracy_real"] for r in scored), None)
 
 
 def _check_folder(name: str, cells: list[Cell], folder: Path) -> None:
     """Now, not hours later, when the first cell needs it."""
-    if not any(sources.family(cell.options["data"]) == "celeba" for cell in cells if cell.options):
-        raise DatalensError(f"--data-folder is for CelebA, which cannot be downloaded; {name} reads none: leave it out")
+    if not reads_a_folder(cells):
+        raise DatalensError(f"--data-folder is for sets that cannot be downloaded; {name} reads none: leave it out")
     if not folder.is_dir():
         raise DatalensError(f"--data-folder {folder} is not a folder")
 
 
+def reads_a_folder(cells: list[Cell]) -> bool:
+    """Whether any of them needs a set that cannot be downloaded."""
+    return any(not sources.downloadable(cell.options["data"]) for cell in cells if cell.options)
+
+
+def _folder_of(data: str, folder: Path | None) -> Path | None:
+    """Where a set lies in a folder that was named: in one named by its family, or right there.
+
+    Right there it is Places365 where that layout is found, and CelebA otherwise.
+    """
+    if folder is None or sources.downloadable(data):
+        return None
+    families = {sources.family(other) for other in sources.names() if not sources.downloadable(other)}
+    if any((folder / family).is_dir() for family in families):
+        own = folder / sources.family(data)
+        return own if own.is_dir() else None
+    local = sources.CATALOGUE["places365"].local
+    holds = "places365" if local is not None and local.present(folder) else "celeba"
+    return folder if sources.family(data) == holds else None
+
+
 def _finished(path: Path, cell: Cell) -> bool:
     """A cell is kept as long as it was asked for in the same way."""
-    return path.exists() and json.loads(path.read_text(encoding="utf-8")).get("options") == cell.options
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")).get("options") == cell.asked
 
 
 def _run_cell(
     cell: Cell, scoring: Scoring, run: Path, device: str, *, data_folder: Path | None, accuracy_real: float | None
 ) -> dict[str, Any]:
     """Train, check the release, sample, score. The cell's seed is that of all of it; no path gets into the result."""
-    from datalens.datasets import formats
-    from datalens.evaluate.utility import evaluate
-    from datalens.released.certificate import check_release
     from datalens.released.release import sample
-    from datalens.training import choose_device, train
+    from datalens.training import choose_device
 
     assert cell.options is not None
-    data, seed = cell.options["data"], cell.options.get("seed", 0)
-    where: dict[str, Any] = {"out": run, "device": device, "data_folder": data_folder}
-    trained = train(TrainOptions(**where, resume=(run / "ledger.jsonl").exists(), **cell.options))
-    if trained["interrupted"]:
-        raise KeyboardInterrupt
-    problems = check_release(run / "release").problems
-    if problems:
-        raise DatalensError(f"{run}: {problems[0]}")
+    trained = _train(cell, run, device, data_folder)
     began = time.monotonic()
-    synthetic = sample(run / "release", count=scoring.count, seed=seed, device=choose_device(device))
-    sample_seconds = time.monotonic() - began
-    real = formats.load_some(data, most=scoring.count, folder=data_folder)
-    test = formats.load(data, "test", folder=data_folder)
-    score = evaluate(
-        synthetic,
-        real.images,
-        real.labels,
-        test.images,
-        test.labels,
-        seeds=scoring.seeds,
-        epochs=scoring.epochs,
-        device=choose_device(device),
-        classifier=scoring.classifier,
-        first_seed=seed,
-        accuracy_real=accuracy_real,
+    synthetic = sample(
+        run / "release", count=scoring.count, seed=cell.options.get("seed", 0), device=choose_device(device)
     )
+    sample_seconds = time.monotonic() - began
+    if scoring.measure == "grid":
+        from datalens.reproduce.figure4 import score as measured
+    elif scoring.measure == "quality":
+        from datalens.reproduce.quality import score as measured
+    else:
+        measured = _utility
+    score = measured(cell, scoring, synthetic, device, data_folder=data_folder, accuracy_real=accuracy_real)
     return {
         "row": cell.row,
         "column": cell.column,
         "paper": cell.paper,
-        "options": cell.options,
+        "options": cell.asked,
         "date": datetime.now(UTC).date().isoformat(),
-        "utility": score.as_dict(),
+        **score,
         "train": {key: value for key, value in trained.items() if key != "run"},
         "sample_seconds": round(sample_seconds, 2),
         "settings": synthetic.certificate["settings"],
@@ -195,114 +272,56 @@ def _run_cell(
     }
 
 
-def _write(
-    name: str, table: Table, cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path, *, full: bool
+def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict[str, Any]:
+    """The run of a cell, or the one that another cell has made with the same options, checked."""
+    from datalens.released.certificate import check_release
+    from datalens.training import train
+
+    facts = run / "trained.json"
+    if facts.exists() and not check_release(run / "release").problems:
+        found: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
+        return found
+    assert cell.options is not None
+    where: dict[str, Any] = {"out": run, "device": device, "data_folder": data_folder}
+    trained = train(TrainOptions(**where, resume=(run / "ledger.jsonl").exists(), **cell.options))
+    if trained["interrupted"]:
+        raise KeyboardInterrupt
+    problems = check_release(run / "release").problems
+    if problems:
+        raise DatalensError(f"{run}: {problems[0]}")
+    write_atomically(facts, json.dumps(trained, indent=1).encode())
+    return trained
+
+
+def _utility(
+    cell: Cell,
+    scoring: Scoring,
+    synthetic: Any,
+    device: str,
+    *,
+    data_folder: Path | None,
+    accuracy_real: float | None,
 ) -> dict[str, Any]:
-    rows = table.rows(cells, results) if table.rows else [_row(cell, results.get(cell.name)) for cell in cells]
-    base = folder / name
-    write_atomically(
-        base.with_suffix(".json"), json.dumps({"table": name, "full": full, "rows": rows}, indent=1).encode()
+    """Accuracy on real images of a classifier trained on the synthetic ones."""
+    from datalens.datasets import formats
+    from datalens.evaluate.utility import evaluate
+    from datalens.training import choose_device
+
+    assert cell.options is not None
+    data = cell.options["data"]
+    real = formats.load_some(data, most=scoring.count, folder=data_folder)
+    test = formats.load(data, "test", folder=data_folder)
+    score = evaluate(
+        synthetic,
+        real.images,
+        real.labels,
+        test.images[: scoring.test],
+        test.labels[: scoring.test],
+        seeds=scoring.seeds,
+        epochs=scoring.epochs,
+        device=choose_device(device),
+        classifier=scoring.classifier,
+        first_seed=cell.options.get("seed", 0),
+        accuracy_real=accuracy_real,
     )
-    with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    heading = f"# {table.title} ({'full' if full else 'quick'})\n\n{table.note(full)}\n\n"
-    write_atomically(base.with_suffix(".md"), (heading + (table.markdown or _markdown)(rows)).encode())
-    _plot(rows, table.title, base.with_suffix(".png"))
-    return {
-        "table": name,
-        "full": full,
-        "markdown": str(base.with_suffix(".md")),
-        "csv": str(base.with_suffix(".csv")),
-        "plot": str(base.with_suffix(".png")),
-        "rows": rows,
-    }
-
-
-def _row(cell: Cell, result: dict[str, Any] | None) -> dict[str, Any]:
-    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
-    score, trained = (result["utility"], result["train"]) if result else ({}, {})
-    ours = score.get("accuracy")
-    return {
-        "row": cell.row,
-        "column": cell.column,
-        "paper": cell.paper,
-        "ours": ours,
-        "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
-        "std": score.get("accuracy_std"),
-        "best_epoch": score.get("accuracy_best_epoch"),
-        "real": score.get("accuracy_real"),
-        "epsilon": trained.get("epsilon"),
-        "epsilon_spent": trained.get("epsilon_spent"),
-        "delta": trained.get("delta"),
-        "relation": trained.get("relation"),
-        "accountant": trained.get("accountant"),
-        "private": trained.get("private"),
-        "steps": trained.get("steps"),
-        "teachers": result["settings"].get("teachers") if result else None,
-        "train_seconds": trained.get("seconds"),
-    }
-
-
-def show(value: float | None, digits: int = 4) -> str:
-    return "—" if value is None else f"{value:.{digits}f}"
-
-
-def show_ours(row: dict[str, Any]) -> str:
-    return show(row["ours"]) + (f" ± {row['std']:.4f}" if row["std"] else "")
-
-
-def show_cost(row: dict[str, Any]) -> str:
-    """What a figure of ours cost: never ε without the rest."""
-    cost = f"{float(row['epsilon_spent']):.4g}, {row['delta']:g}, {row['relation']}, {row['accountant']}"
-    return cost + ("" if row["private"] else " NOT PRIVATE")
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
-        "teachers | steps | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        cost = "not run: its method is not built yet" if r["ours"] is None else show_cost(r)
-        difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
-        lines.append(
-            f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
-            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
-            f"{show(r['train_seconds'], 1)} |"
-        )
-    notes = (
-        "\n¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
-        "² The same classifier trained on as many real images: the ceiling.\n"
-    )
-    return "\n".join(lines) + "\n" + notes
-
-
-def _plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Paper and ours side by side, for the cells we ran; and the best that others print, where a table has it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [r for r in rows if r["ours"] is not None]
-    figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(shown), 4.2), layout="constrained")
-    places = range(len(shown))
-    axes.bar([p - 0.2 for p in places], [r["paper"] or 0 for r in shown], 0.38, label="paper", color="#9aa5b1")
-    axes.bar(
-        [p + 0.2 for p in places], [r["ours"] for r in shown], 0.38, yerr=[r["std"] or 0 for r in shown],
-        label="ours", color="#2463b4",
-    )  # fmt: skip
-    for p, r in zip(places, shown, strict=True):
-        axes.text(p + 0.2, r["ours"] + (r["std"] or 0) + 0.015, f"{r['ours']:.2f}", ha="center", fontsize=8)
-        if r["paper"] is not None:
-            axes.text(p - 0.2, r["paper"] + 0.015, f"{r['paper']:.2f}", ha="center", fontsize=8)
-    if best := {p + 0.2: r["best"] for p, r in zip(places, shown, strict=True) if r.get("best")}:
-        axes.plot(list(best), list(best.values()), "k_", markersize=30, label="best published")
-    axes.set_xticks(list(places), [f"{r['row']}\n{r['column']}" for r in shown], fontsize=8)
-    axes.set(ylim=(0, 1.15), ylabel="accuracy on real test images", title=title)
-    axes.legend(loc="upper right", frameon=False, ncols=3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return {"utility": score.as_dict()}

@@ -1,0 +1,222 @@
+"""One training of DP-SGD, and many of them: of which Tables 8-11 and Figure 3 are made.
+
+Every training is charged to a ledger of its own, before its noise, and is kept as one small JSON file.
+"""
+
+import concurrent.futures
+import functools
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from datalens.config import SgdSettings
+from datalens.datasets.schema import Schema
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.ledger import Budget
+from datalens.progress import bar
+from datalens.reproduce.appendix_a import INF
+from datalens.reproduce.dpsgd_output import DELTA
+from datalens.runs import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIZES = {"mnist": 60_000, "cifar10": 50_000}
+QUICK_SIDE = 112  # pixels of what the extractor sees in quick mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How one cell is trained. Of `sigma` and `steps` one may be None: solved for where it is trained."""
+
+    data: str
+    epsilon: float
+    k: float
+    selector: Literal["norm", "dim", "none"]
+    clip: float
+    batch: int
+    rate: float
+    sigma: float | None = None
+    steps: int | None = None
+    noise: Literal["bound", "clip", "none"] = "bound"  # what σ multiplies; the paper's Table 10 has all three
+    accountant: AccountantName = "prv"
+    falls: bool = False  # the learning rate, to nothing
+    records: int | None = None  # quick: so many of the training records only
+    held_out: bool = False  # scored on a sixth of the training records, which it is not trained on: for the search
+
+    def solved(self) -> "Setting":
+        """With σ and steps, by public facts. Raises where no noise is enough."""
+        if self.sigma is not None and self.steps is not None:
+            return self
+        from datalens.methods.dpsgd import plan_steps
+
+        made = plan_steps(
+            budget=self.budget,
+            nominal_size=self.nominal,
+            batch_size=self.batch,
+            epochs=None if self.steps is None else self.steps * self.batch / self.nominal,
+            clip=self.clip,
+            topk=self.k,
+            selector=self.selector,
+            sigma=self.sigma,
+        )
+        return replace(self, sigma=made.schedule.sigma, steps=made.schedule.steps)
+
+    @classmethod
+    def parse(cls, fields: dict[str, str]) -> "Setting":
+        """From a training that was kept, which has them as text."""
+        words = {"inf": INF, "None": None, "True": True, "False": False}
+
+        def value(text: str) -> Any:
+            if text in words or not text[:1].isdigit():
+                return words.get(text, text)
+            return int(text) if text.isdigit() else float(text)
+
+        return cls(**{name: value(text) for name, text in fields.items()})
+
+    @property
+    def nominal(self) -> int:
+        return self.records or SIZES[self.data]
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(epsilon=self.epsilon, delta=DELTA, relation="add-remove", accountant=self.accountant)
+
+    @property
+    def name(self) -> str:
+        """A file name: whatever is set decides it."""
+        fields = json.dumps({key: str(value) for key, value in asdict(self).items()}, sort_keys=True)
+        digest = hashlib.sha256(fields.encode()).hexdigest()[:12]
+        return f"{self.data}-eps{self.epsilon:g}-{self.selector}{self.k:g}-{digest}"
+
+
+# --- one training ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, Tensor, Tensor, Schema, SgdSettings]":
+    """Records as a model sees them: pixels, or cached features. The settings say which."""
+    import torch
+
+    from datalens.datasets import formats
+    from datalens.private import features
+
+    parts: list[Tensor] = []
+    for split, most in (("train", records), ("test", None if records is None else 1000)):
+        found = formats.load(name, split)
+        images, labels = found.images[:most], found.labels[:most]
+        if name == "cifar10":
+            extractor = features.find(features.DEFAULT)
+            if records is not None:
+                extractor = replace(extractor, side=QUICK_SIDE)
+            x = features.extract(extractor, images, device=torch.device(device))
+        else:
+            x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+        parts += [x.to(device), torch.from_numpy(labels).to(device)]
+    public = replace(found.schema, nominal_size=records or found.schema.nominal_size)
+    linear = name == "cifar10"
+    about = SgdSettings(
+        method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
+        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none", extractor_sha256="",
+        features=int(parts[0].shape[1]) if linear else 0, selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1,
+        steps=1, rate=0.1, falls=False, average=False,
+    )  # fmt: skip
+    return parts[0], parts[1], parts[2], parts[3], public, about
+
+
+def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
+    """Train once. `seed` is of the first weights; samples and noise are the operating system's."""
+    import torch
+
+    from datalens.bounded.norm_topk import NormTopK
+    from datalens.methods.dpsgd import Plan
+    from datalens.privacy.dpsgd import GradientGate, Schedule
+    from datalens.privacy.ledger import Ledger
+    from datalens.privacy.noise import SecureNoise
+    from datalens.sgd import accuracy, make_trainer
+
+    if device == "cpu" and multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)
+    began = time.monotonic()
+    s = setting.solved()
+    assert s.sigma is not None and s.steps is not None
+    x, y, tx, ty, schema, about = load(s.data, s.records, device)
+    if s.held_out:
+        inside = len(x) * 5 // 6
+        x, tx, y, ty = x[:inside], x[inside:], y[:inside], y[inside:]
+    compress = NormTopK(clip=s.clip, topk=s.k, selector=s.selector)
+    unit = compress.clip if s.noise == "clip" else compress.bound
+    sigma = 0.0 if s.noise == "none" else s.sigma
+    schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
+    budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
+    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
+    settings = replace(about, seed=seed, rate=s.rate, falls=s.falls)
+    trainer = make_trainer(
+        settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
+    )
+    for _ in range(s.steps):
+        trainer.step(x, y)
+    return {
+        "setting": {key: str(value) for key, value in asdict(setting).items()},
+        "seed": seed,
+        "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
+        "averaged": accuracy(trainer.average, tx, ty),  # of a mean in which late ones weigh most
+        "epsilon_spent": str(gate.ledger.spent()),
+        "delta": DELTA,
+        "relation": "add-remove",
+        "accountant": budget.accountant,
+        "private": sigma > 0,
+        "sigma": sigma,
+        "steps": s.steps,
+        "extractor": about.extractor,
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+class Lab:
+    """Trainings that are done, and those that are wanted: several at once, each kept when it ends.
+
+    One that does not train shows what is kept, and of the rest that it was not run.
+    """
+
+    def __init__(self, folder: Path, device: str, *, workers: int, trains: bool = True) -> None:
+        self._folder, self._device, self._workers, self.trains = folder, device, workers, trains
+        if trains:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
+        jobs = list(dict.fromkeys(wanted))
+        found = {job: json.loads(p.read_text(encoding="utf-8")) for job in jobs if (p := self._path(job)).exists()}
+        missing = [job for job in jobs if job not in found]
+        if not missing or not self.trains:
+            return found
+        with bar("trainings", len(missing)) as (progress, task):
+
+            def keep(job: tuple[Setting, int], result: dict[str, Any]) -> None:
+                write_atomically(self._path(job), json.dumps(result, indent=1).encode())
+                found[job] = result
+                progress.advance(task)
+
+            if self._workers == 1:
+                for job in missing:
+                    keep(job, run(*job, self._device))
+                return found
+            context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
+            with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+                pending = {pool.submit(run, *job, self._device): job for job in missing}
+                for done in concurrent.futures.as_completed(pending):
+                    keep(pending[done], done.result())
+        return found
+
+    def kept(self) -> list[Setting]:
+        """The settings of what is kept, each once."""
+        files = sorted(self._folder.glob("*-seed*.json"))
+        return list(dict.fromkeys(Setting.parse(json.loads(p.read_text(encoding="utf-8"))["setting"]) for p in files))
+
+    def _path(self, job: tuple[Setting, int]) -> Path:
+        return self._folder / f"{job[0].name}-seed{job[1]}.json"

@@ -1,0 +1,122 @@
+"""Figure 4: what the generators draw, class by class. Made from releases alone: the pictures may be handed on.
+
+A picture of CelebA shows nobody, yet is not to be committed: the set's terms forbid publishing faces.
+"""
+
+import hashlib
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datalens.reproduce.compared import ALONE, OURS, options, said
+from datalens.reproduce.harness import Cell, Scoring, Table
+from datalens.reproduce.output import show_cost
+
+if TYPE_CHECKING:
+    from datalens.released.synthetic import SyntheticDataset
+
+DATA = ("MNIST", "Fashion-MNIST", "CelebA-Gender")
+ACROSS = 10  # images of a class
+
+
+def cells(full: bool) -> list[Cell]:
+    return [
+        Cell(
+            row=f"{dataset} ε={epsilon}", column=m, paper=None, options=options(m, dataset, epsilon, full=full)
+        )
+        for dataset in (DATA if full else DATA[:2])
+        for epsilon in ((1, 10) if full else (1,))
+        for m in ("DataLens", OURS, ALONE)
+    ]  # fmt: skip
+
+
+def scoring(full: bool) -> Scoring:
+    return Scoring(count=400, epochs=1, seeds=1, measure="grid")
+
+
+def score(
+    cell: Cell,
+    scoring: Scoring,
+    synthetic: "SyntheticDataset",
+    device: str,
+    *,
+    data_folder: Path | None,
+    accuracy_real: float | None,
+) -> dict[str, Any]:
+    """A row of pictures for each class, as PNG; the harness puts it beside the cell."""
+    import numpy as np
+    from PIL import Image
+
+    _, height, width, channels = synthetic.images.shape
+    classes = len(synthetic.classes)
+    sheet = np.full((classes * (height + 1) + 1, ACROSS * (width + 1) + 1, channels), 255, dtype=np.uint8)
+    for number in range(classes):
+        for place, image in enumerate(synthetic.images[synthetic.labels == number][:ACROSS]):
+            top, left = number * (height + 1) + 1, place * (width + 1) + 1
+            sheet[top : top + height, left : left + width] = image
+    file = io.BytesIO()
+    Image.fromarray(sheet.squeeze(-1) if channels == 1 else sheet[..., :3]).save(file, format="PNG")
+    grid = {"classes": list(synthetic.classes), "across": ACROSS, "sha256": hashlib.sha256(file.getvalue()).hexdigest()}
+    return {"grid": grid, "picture": file.getvalue()}
+
+
+def note(full: bool) -> str:
+    return (
+        f"{said(full)} A row of pictures is a class. They are made from the release alone, so its ε covers them. The "
+        "paper shows MNIST, Fashion-MNIST and CelebA from DataLens, and says that they are noisy. Pictures of CelebA "
+        "lie beside their cells, not on this sheet: do not publish them."
+    )
+
+
+def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    lines = []
+    for cell in cells:
+        result = results.get(cell.name)
+        trained = result["train"] if result else {}
+        facts = ("epsilon_spent", "delta", "relation", "accountant", "private")
+        lines.append(
+            {
+                "row": cell.row,
+                "column": cell.column,
+                "picture": result.get("picture") if result else None,
+                "date": result["date"] if result else None,
+                **{name: trained.get(name) for name in facts},
+            }
+        )
+    return lines
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = ["| row | method | picture | ε spent, δ, relation, accountant |", "|---|---|---|---|"]
+    for r in rows:
+        cost = "not run" if r["epsilon_spent"] is None else show_cost(r)
+        picture = Path(r["picture"]).name if r["picture"] else "not kept" if r["date"] else "—"
+        lines.append(f"| {r['row']} | {r['column']} | {picture} | {cost} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """All pictures that are there, on one sheet; but no faces, which would be published with it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [r for r in rows if r["picture"] and not r["row"].startswith("CelebA")]
+    across = min(3, max(1, len(shown)))
+    down = max(1, -(-len(shown) // across))
+    figure, axes = plt.subplots(down, across, figsize=(3.6 * across, 3.9 * down), layout="constrained", squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, r in zip(axes.flat, shown, strict=False):
+        axis.imshow(plt.imread(r["picture"]), cmap="gray")
+        axis.set_title(f"{r['row']}, {r['column']}\nδ = {r['delta']:g}, {r['relation']}, {r['accountant']}", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+TABLE = Table(
+    title="Figure 4: what the generators draw", cells=cells, note=note, scoring=scoring, rows=rows, markdown=markdown,
+    plot=plot, shares_runs=True,
+)  # fmt: skip

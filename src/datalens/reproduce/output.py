@@ -1,0 +1,132 @@
+"""What a table of `datalens reproduce` is written as: Markdown, CSV, JSON and a plot."""
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datalens.runs import write_atomically
+
+if TYPE_CHECKING:
+    from datalens.reproduce.harness import Cell, Table
+
+
+def write(
+    name: str, table: "Table", cells: "list[Cell]", results: dict[str, dict[str, Any]], folder: Path, *, full: bool
+) -> dict[str, Any]:
+    rows = table.rows(cells, results) if table.rows else [row_of(cell, results.get(cell.name)) for cell in cells]
+    base = folder / name
+    write_atomically(
+        base.with_suffix(".json"), json.dumps({"table": name, "full": full, "rows": rows}, indent=1).encode()
+    )
+    with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    heading = f"# {table.title} ({'full' if full else 'quick'})\n\n{table.note(full)}\n\n"
+    write_atomically(base.with_suffix(".md"), (heading + (table.markdown or markdown)(rows)).encode())
+    (table.plot or plot_bars)(rows, table.title, base.with_suffix(".png"))
+    return {
+        "table": name,
+        "full": full,
+        "markdown": str(base.with_suffix(".md")),
+        "csv": str(base.with_suffix(".csv")),
+        "plot": str(base.with_suffix(".png")),
+        "rows": rows,
+    }
+
+
+def row_of(cell: "Cell", result: dict[str, Any] | None) -> dict[str, Any]:
+    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
+    score, trained = (result["utility"], result["train"]) if result else ({}, {})
+    ours = score.get("accuracy")
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "paper": cell.paper,
+        "ours": ours,
+        "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
+        "std": score.get("accuracy_std"),
+        "best_epoch": score.get("accuracy_best_epoch"),
+        "real": score.get("accuracy_real"),
+        "epsilon": trained.get("epsilon"),
+        "epsilon_spent": trained.get("epsilon_spent"),
+        "delta": trained.get("delta"),
+        "relation": trained.get("relation"),
+        "accountant": trained.get("accountant"),
+        "private": trained.get("private"),
+        "steps": trained.get("steps"),
+        "teachers": result["settings"].get("teachers") if result else None,
+        "train_seconds": trained.get("seconds"),
+    }
+
+
+def show(value: float | None, digits: int = 4) -> str:
+    return "—" if value is None else f"{value:.{digits}f}"
+
+
+def show_ours(row: dict[str, Any]) -> str:
+    return show(row["ours"]) + (f" ± {row['std']:.4f}" if row["std"] else "")
+
+
+def show_cost(row: dict[str, Any]) -> str:
+    """What a figure of ours cost: never ε without the rest."""
+    cost = f"{float(row['epsilon_spent']):.4g}, {row['delta']:g}, {row['relation']}, {row['accountant']}"
+    return cost + ("" if row["private"] else " NOT PRIVATE")
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
+        "teachers | steps | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cost = "not run" if r["ours"] is None else show_cost(r)
+        difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
+        lines.append(
+            f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
+            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
+            f"{show(r['train_seconds'], 1)} |"
+        )
+    notes = (
+        "\n¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
+        "² The same classifier trained on as many real images: the ceiling.\n"
+    )
+    return "\n".join(lines) + "\n" + notes
+
+
+def plot_bars(
+    rows: list[dict[str, Any]],
+    title: str,
+    path: Path,
+    *,
+    label: str = "accuracy on real test images",
+    high: float | None = 1.15,
+) -> None:
+    """Paper and ours side by side, for the cells we ran; and the best that others print, where a table has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [r for r in rows if r["ours"] is not None]
+    figure, axes = plt.subplots(figsize=(2.8 + 1.3 * min(len(shown), 48), 4.2), layout="constrained")
+    places = range(len(shown))
+    top = high or 1.15 * max([1.0, *(r["ours"] for r in shown), *(r["paper"] or 0 for r in shown)])
+    axes.bar([p - 0.2 for p in places], [r["paper"] or 0 for r in shown], 0.38, label="paper", color="#9aa5b1")
+    axes.bar(
+        [p + 0.2 for p in places], [r["ours"] for r in shown], 0.38, yerr=[r["std"] or 0 for r in shown],
+        label="ours", color="#2463b4",
+    )  # fmt: skip
+    for p, r in zip(places, shown, strict=True):
+        axes.text(p + 0.2, r["ours"] + (r["std"] or 0) + 0.013 * top, f"{r['ours']:.2f}", ha="center", fontsize=8)
+        if r["paper"] is not None:
+            axes.text(p - 0.2, r["paper"] + 0.013 * top, f"{r['paper']:.2f}", ha="center", fontsize=8)
+    if best := {p + 0.2: r["best"] for p, r in zip(places, shown, strict=True) if r.get("best")}:
+        axes.plot(list(best), list(best.values()), "k_", markersize=30, label="best published")
+    axes.set_xticks(list(places), [f"{r['row']}\n{r['column']}" for r in shown], fontsize=8)
+    axes.set(ylim=(0, top), ylabel=label, title=title)
+    axes.legend(loc="upper right", frameon=False, ncols=3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

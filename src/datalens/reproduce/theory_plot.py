@@ -1,0 +1,62 @@
+"""The picture of `datalens reproduce theory`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datalens.theory import choose, tau
+
+
+def plot(lines: list[dict[str, Any]], shown: list[dict[str, Any]], path: Path) -> None:
+    """Left: measured against allowed. Then τ_k with its models; and what bias and noise are for each k."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 1 + 2 * len(shown), figsize=(5 * (1 + 2 * len(shown)), 4.3), layout="constrained")
+    _bounds(axes[0], lines)
+    for number, one in enumerate(shown):
+        _tau(axes[1 + 2 * number], one)
+        _trade_off(axes[2 + 2 * number], one)
+    figure.suptitle(shown[0]["warning"], fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _bounds(axes: Any, lines: list[dict[str, Any]]) -> None:
+    for version, mark in (("printed", "x"), ("corrected", "."), ("sharp", "+")):
+        axes.plot([r["left"] for r in lines], [r[version] for r in lines], mark, ms=4, label=version)
+    ends = [min(r["left"] for r in lines), max(r["corrected"] for r in lines)]
+    axes.plot(ends, ends, "k-", lw=0.8, label="below this line a bound would be wrong")
+    axes.set(
+        xscale="log", yscale="log", xlabel="mean of min{‖∇f‖², ‖∇f‖₁}, measured", ylabel="allowed by Theorem 6",
+        title="simulated teachers",
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _tau(axes: Any, one: dict[str, Any]) -> None:
+    d, fit = one["dimensions"], one["fit"]
+    ks = np.arange(d + 1)
+    axes.plot(ks, one["mean"], label="measured, mean")
+    axes.plot(ks, one["most"], ":", label="measured, most")
+    axes.plot(ks, tau.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
+    axes.plot(ks, tau.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
+    axes.plot(ks, np.sqrt(1 - ks / d), color="#9aa5b1", label="worst of all")
+    axes.set(xlabel="k", ylabel="τ_k", title=f"{one['name']}: what top-k leaves out")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _trade_off(axes: Any, one: dict[str, Any]) -> None:
+    facts = {name: one[name] for name in ("dimensions", "teachers", "sigma", "k", "steps")}
+    bias, noise = choose.trade_off(**facts, shape=one["fit"]["weibull_shape"])
+    ks = np.arange(1, one["dimensions"] + 1)
+    axes.plot(ks, bias, label="bias of top-k")
+    axes.plot(ks, noise, label="noise, at the best rate")
+    axes.plot(ks, bias + noise, "k-", label="both")
+    axes.axvline(one["suggested"]["k"], color="k", ls=":", label=f"smallest at k = {one['suggested']['k']}")
+    axes.axvline(one["k"], color="#9aa5b1", ls=":", label=f"used: k = {one['k']}")
+    axes.set(xlabel="k", ylabel="in units of M²", title=f"{one['name']}: the trade-off", xscale="log")
+    axes.legend(frameon=False, fontsize=8)
