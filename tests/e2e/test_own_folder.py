@@ -211,7 +211,8 @@ BAD = {
 @pytest.mark.parametrize(("make", "options", "words"), BAD.values(), ids=BAD.keys())
 def test_refused_in_one_line_and_nothing_is_left(datalens, tmp_path, make, options, words):
     make(tmp_path / "data")
-    assert words in train(datalens, tmp_path / "data", tmp_path, *options).refused()
+    enough = ("--nominal-size", 6000)  # or a warning of tiny classes comes first
+    assert words in train(datalens, tmp_path / "data", tmp_path, *options, *enough).refused()
     assert not (tmp_path / "run").exists()
 
 
