@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow browser faults mutation check pythons clean
+.PHONY: help demo test docs test-slow browser faults mutation check pythons clean
 help:
 	@echo "make demo       train on MNIST at epsilon 1, sample, evaluate, verify"
 	@echo "make test       all checks and all fast tests"
+	@echo "make docs       the site, into site/; make test builds it too, and runs the code on its pages"
 	@echo "make test-slow  tests that take minutes or need the network"
 	@echo "make browser    the report in a real Chromium, which must be installed"
 	@echo "make faults     200 injected faults: crashes, full disks, second writers"
@@ -44,6 +45,10 @@ test: check
 	$(BIN)/python -m coverage report --include='*/datalens/privacy/*,*/datalens/bounded/*,*/datalens/private/partition.py' \
 	  --show-missing --fail-under=100
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site: site/index.html"
+
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
@@ -61,4 +66,4 @@ pythons: $(STAMP)
 	$(BIN)/python tools/pythons.py
 
 clean:
-	rm -rf $(VENV) runs build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

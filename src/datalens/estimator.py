@@ -33,6 +33,7 @@ class Certificate:
 
     @property
     def delta(self) -> float:
+        """The chance left that the promise of epsilon fails."""
         return float(self._fields["budget"]["delta"])
 
     @property
@@ -50,6 +51,7 @@ class Certificate:
         return f"<{self._fields['statement']}>"
 
     def as_dict(self) -> dict[str, Any]:
+        """All of certificate.json."""
         return dict(self._fields)
 
 
@@ -61,31 +63,32 @@ _OF_FILES = ("label", "classes", "image_size", "grayscale", "record_id")
 class DataLens(BaseEstimator):
     """Private labelled images in, synthetic ones out, with a differential-privacy certificate.
 
-    epsilon, delta: the budget; delta well under 1 / number of records.
-    method, preset, warm_start, accountant, noise: as `datalens train` has them.
-    relation: add-remove (one record present or absent) or replace-one.
-    nominal_size: about how many records there are, declared public. Left out, the true number is declared public, with
-    a warning: under add-remove it is private, since whoever knows all other records can tell from it whether yours is
-    there. (Under replace-one it is public anyway.)
-    classes: the labels there can be, declared public. Left out, those that occur are.
-    name: of the data set, for the certificate.
-    seed: of training randomness. Privacy noise comes from the operating system.
-    budget: folder of the data set's own budget (see docs/budget.md).
-    out: folder to keep the private run in; an interrupted `fit` goes on there when it is called again.
-    options: any other option of `datalens train`, such as {"coordinates": 100}.
+    - `epsilon`, `delta`: the budget; delta well under 1 / number of records.
+    - `method`, `preset`, `warm_start`, `accountant`, `noise`: as `datalens train` has them.
+    - `relation`: add-remove (one record present or absent) or replace-one.
+    - `nominal_size`: about how many records there are, declared public. Left out, the true number is declared public,
+      with a warning: under add-remove it is private, since whoever knows all other records can tell from it whether
+      yours is there. (Under replace-one it is public anyway.)
+    - `classes`: the labels there can be, declared public. Left out, those that occur are.
+    - `name`: of the data set, for the certificate.
+    - `seed`: of training randomness. Privacy noise comes from the operating system.
+    - `budget`: folder of the data set's own budget (docs/budget.md).
+    - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again.
+    - `options`: any other option of `datalens train`, such as `{"coordinates": 100}`.
 
-    >>> from sklearn.datasets import load_digits
-    >>> from datalens import DataLens
-    >>> digits = load_digits()
-    >>> model = DataLens(epsilon=5.0, delta=1e-5, nominal_size=1800, classes=range(10), options={"texture": 0})
-    >>> model = model.fit(digits.images / 16, digits.target)
-    >>> synthetic = model.sample(100)
-    >>> synthetic.images.shape, synthetic.labels.shape
-    ((100, 8, 8, 1), (100,))
-    >>> model.certificate
-    <(5, 1e-05)-differentially private for one image present or absent (add-remove), priced by the exact accountant.>
-    >>> model.certificate.epsilon, model.certificate.delta, model.certificate.relation
-    (5.0, 1e-05, 'add-remove')
+    Examples:
+        >>> from sklearn.datasets import load_digits
+        >>> from datalens import DataLens
+        >>> digits = load_digits()
+        >>> model = DataLens(epsilon=5.0, delta=1e-5, nominal_size=1800, classes=range(10), options={"texture": 0})
+        >>> model = model.fit(digits.images / 16, digits.target)
+        >>> synthetic = model.sample(100)
+        >>> synthetic.images.shape, synthetic.labels.shape
+        ((100, 8, 8, 1), (100,))
+        >>> print(model.certificate.statement)
+        (5, 1e-05)-differentially private for one image present or absent (add-remove), priced by the exact accountant.
+        >>> model.certificate.epsilon, model.certificate.delta, model.certificate.relation
+        (5.0, 1e-05, 'add-remove')
     """
 
     def __init__(
@@ -128,11 +131,11 @@ class DataLens(BaseEstimator):
     def fit(self, images: Any, labels: Any = None, *, groups: Any = None) -> "DataLens":
         """Train, and keep the release. Records are read, and not kept.
 
-        images: numpy or torch, uint8 or floats in [0, 1], [n, height, width] or with channels; or a Hugging Face
-        `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
-        labels: one an image, whole numbers or names; left out, all images are of one class.
-        groups: one id an image, text or whole numbers: whose it is. Then a person, with all of their images, is what
-        is protected, and what nominal_size counts; without it, each image is protected by itself.
+        - `images`: numpy or torch, uint8 or floats in [0, 1], `[n, height, width]` or with channels; or a Hugging Face
+          `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
+        - `labels`: one an image, whole numbers or names; left out, all images are of one class.
+        - `groups`: one id an image, text or whole numbers: whose it is. Then a person, with all of their images, is
+          what is protected, and what `nominal_size` counts; without it, each image is protected by itself.
         """
         from datalens.datasets.arrays import records_and_classes
         from datalens.training import train
@@ -175,8 +178,9 @@ class DataLens(BaseEstimator):
     ) -> "SyntheticDataset":
         """`n` synthetic images: `.images`, `.labels` (numbers into `classes_`), `.to_torch()`, `.to_parquet(path)`, …
 
-        labels: of these classes only, by name or number. balanced: as many of each class; else as often as they were
-        counted, where they were. The same seed gives the same images.
+        - `labels`: of these classes only, by name or number.
+        - `balanced`: as many of each class; else as often as they were counted, where they were.
+        - `seed`: the same gives the same images. Left out: the estimator's.
         """
         from datalens.released.release import sample
 
@@ -186,6 +190,7 @@ class DataLens(BaseEstimator):
 
     @property
     def certificate(self) -> Certificate:
+        """What is guaranteed, read from the release."""
         from datalens.released.certificate import read_certificate
 
         return Certificate(read_certificate(self._release()))
@@ -200,6 +205,15 @@ class DataLens(BaseEstimator):
                 raise DatalensError(f"{path} exists: choose another name, or, for a release, pass force=True")
             shutil.rmtree(target)
         shutil.copytree(source, target, dirs_exist_ok=True)
+
+    def report(self, path: Path_) -> None:
+        """The release on one page for people, report.html; it may be handed on."""
+        from datalens.pages import check_may_replace
+        from datalens.released.report import page
+        from datalens.runs import write_atomically
+
+        check_may_replace(Path(path))
+        write_atomically(Path(path), page(self._release()))
 
     @classmethod
     def load(cls, path: Path_) -> "DataLens":

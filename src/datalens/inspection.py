@@ -145,6 +145,9 @@ def _problems(
     mixed = []
     if len(sizes) > 1 and reading.image_size is None:
         mixed.append(f"{len(sizes)} sizes of image: choose one with --image-size")
+    modes = {look.kind.mode for look in looks if look.kind}
+    if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
+        mixed.append("grey and colour images: the first decides, and must be of colour; or make all grey, --grayscale")
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
         mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")

@@ -73,8 +73,8 @@ class Job:
 def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
     """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
-    `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
-    `records`: in the place of a file; `options.data` is then no more than a name.
+    - `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
+    - `records`: in the place of a file; `options.data` is then no more than a name.
     """
     from datalens.distributed import World
     from datalens.methods import datalens

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Voted:
-    """`direction`: −1, 0 or 1 a coordinate (or the mean vote, for decode="linear"), in the shape of one gradient.
+    """What `topagg` found.
 
-    `spent`: ε of the whole ledger after this release; `cost` says it with its δ, relation and accountant.
+    - `direction`: −1, 0 or 1 a coordinate (or the mean vote, for decode="linear"), in the shape of one gradient.
+    - `spent`: ε of the whole ledger after this release; `cost` says it with its δ, relation and accountant.
     """
 
     direction: Tensor
@@ -54,18 +55,20 @@ def topagg(
     teacher, whoever else there is. Then the direction is differentially private at the price of one Gaussian release
     of sensitivity 2·√(k·m) and noise `sigma`, which `ledger` is charged first; past its budget nothing is released.
 
-    beta: the threshold as a part of the teachers; default 0.75·sigma/teachers, as in training. noise: exact discrete
-    Gaussian where OpenDP is installed. noise_seed: for tests; NOT PRIVATE.
+    - `beta`: the threshold as a part of the teachers; default 0.75·sigma/teachers, as in training.
+    - `noise`: exact discrete Gaussian where OpenDP is installed.
+    - `noise_seed`: for tests; NOT PRIVATE.
 
-    >>> from datalens import Budget, Ledger, topagg
-    >>> budget = Budget(epsilon=2.0, delta=1e-5, relation="add-remove", accountant="exact")
-    >>> ledger = Ledger.in_memory(budget)  # Ledger.create(path, budget) keeps it on disk
-    >>> agreed = torch.ones(3000, 4) * torch.tensor([1.0, -1.0, 0.0, 0.0])  # 3000 teachers of one mind
-    >>> vote = topagg(agreed, k=2, sigma=50.0, ledger=ledger, beta=0.5)
-    >>> vote.direction.to(torch.int8).tolist()
-    [1, -1, 0, 0]
-    >>> vote.cost
-    'ε = 0.1833 (δ = 1e-05, add-remove, exact accountant)'
+    Examples:
+        >>> from datalens import Budget, Ledger, topagg
+        >>> budget = Budget(epsilon=2.0, delta=1e-5, relation="add-remove", accountant="exact")
+        >>> ledger = Ledger.in_memory(budget)  # Ledger.create(path, budget) keeps it on disk
+        >>> agreed = torch.ones(3000, 4) * torch.tensor([1.0, -1.0, 0.0, 0.0])  # 3000 teachers of one mind
+        >>> vote = topagg(agreed, k=2, sigma=50.0, ledger=ledger, beta=0.5)
+        >>> vote.direction.to(torch.int8).tolist()
+        [1, -1, 0, 0]
+        >>> vote.cost
+        'ε = 0.1833 (δ = 1e-05, add-remove, exact accountant)'
     """
     values = torch.as_tensor(gradients).to(torch.float32)
     single = values.dim() == 2

@@ -1,5 +1,6 @@
 """A folder of sensitive images, as a person would take it all the way; and what they may get wrong on it."""
 
+import html
 import json
 import os
 import time
@@ -54,6 +55,10 @@ def test_the_whole_way_from_a_folder_of_2000_png(datalens, tmp_path):
     assert judged["test"] == 150
     assert judged["accuracy"] > 0.8
 
+    pages = datalens("report", run, "--json").succeeded().json
+    assert pages == {"report": f"{run}/release/report.html", "owner": f"{run}/owner.html", "private": True}
+    assert data.name in (run / "release" / "report.html").read_text(encoding="utf-8")
+
     assert datalens("verify", run, "--json").succeeded().json["ok"]
     certificate = json.loads((run / "release" / "certificate.json").read_text(encoding="utf-8"))
     assert certificate["privacy_unit"] == "one image"
@@ -65,6 +70,48 @@ def test_the_whole_way_from_a_folder_of_2000_png(datalens, tmp_path):
     assert "exists already" in datalens("train", *own, "--out", run).refused()
     assert out.read_bytes() == before
     assert datalens("verify", run).succeeded()
+
+
+def test_the_whole_way_from_python(tmp_path):
+    """The same images, as arrays."""
+    from datalens import DataLens, TrainOptions, check_release
+    from datalens.datasets.formats import load
+    from datalens.datasets.own import Reading
+    from datalens.evaluate import utility
+    from datalens.inspection import inspect
+    from datalens.plan import make_plan
+
+    write(tmp_path / "data" / "train", 2000)
+    write(tmp_path / "data" / "test", 150, seed=1)
+    seen = inspect(tmp_path / "data", Reading(), nominal_size=None, delta=1e-5, most=None)
+    assert seen["records"] == seen["nominal_size"] == 2000
+    assert [plan["epsilon"] for plan in seen["plans"]] == [1, 3, 10]
+    real = load(str(tmp_path / "data"), nominal_size=2000)
+    test = load(str(tmp_path / "data"), "test")
+    names = np.array(real.schema.classes)
+    planned, _ = make_plan(TrainOptions(epsilon=3.0, out=tmp_path / "run"), real.schema)
+    assert planned.epsilon == 3.0
+
+    model = DataLens(epsilon=3.0, delta=1e-5, nominal_size=2000, classes=list(names))
+    model.fit(real.images, names[real.labels])
+    synthetic = model.sample(900)
+    model.save(tmp_path / "release")
+    again = DataLens.load(tmp_path / "release")
+    assert np.array_equal(again.sample(900).images, synthetic.images)
+
+    asked = {"seeds": 1, "epochs": 3, "device": "cpu"}
+    found = utility.evaluate(synthetic, real.images, real.labels, test.images, test.labels, **asked)
+    assert found.accuracy > 0.8
+
+    again.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "differentially private" in page
+    assert all(html.escape(name) in page for name in names)
+
+    checked = check_release(tmp_path / "release")
+    assert checked.problems == ()
+    assert checked.private
+    assert checked.spent <= checked.budget.epsilon == 3.0
 
 
 def test_persons(datalens, tmp_path):
@@ -201,3 +248,11 @@ def test_100000_files_are_listed_in_seconds(tmp_path):
     schema = formats.schema(str(tmp_path), nominal_size=100_000, reading=Reading())
     assert time.monotonic() - began < 10
     assert len(schema.classes) == 10
+
+
+def test_grey_and_colour_together_are_pointed_out(datalens, tmp_path):
+    data = write(tmp_path / "data", 60)
+    Image.new("RGB", (SIDE, SIDE), "red").save(data / "right" / "z.png")
+    (said,) = datalens("inspect", data, "--json").succeeded().json["mixed"]
+    assert "grey and colour" in said
+    assert not datalens("inspect", data, "--grayscale", "--json").succeeded().json["mixed"]

@@ -119,13 +119,16 @@ def make_private(
 ) -> "tuple[GradSampleModule, PrivateOptimizer, DataLoader[Any]]":
     """The same three, made private: train with them as before, one optimizer.step() per batch of the loader.
 
-    epsilon, delta: for one record present or absent (add-remove). `inf` trains without noise and without a guarantee.
-    epochs: the noise is solved for them. With `sigma` given and no epochs: as many steps as fit, which is what the
-    loader has. nominal_size: about how many records there are, declared public; default: how many there are, which
-    declares that number public. ledger: a file to charge to; a file that is there is continued (its steps stay
-    charged). noise_seed: for tests; NOT PRIVATE.
+    - `epsilon`, `delta`: for one record present or absent (add-remove). `inf` trains without noise and guarantee.
+    - `epochs`: the noise is solved for them. With `sigma` given and no epochs: as many steps as fit, which is what the
+      loader has.
+    - `clip`, `topk`, `selector`: how a record's gradient is bounded and compressed (docs/dpsgd.md).
+    - `nominal_size`: about how many records there are, declared public; default: how many there are, which declares
+      that number public.
+    - `ledger`: a file to charge to; a file that is there is continued (its steps stay charged).
+    - `noise_seed`: for tests; NOT PRIVATE.
 
-    Formal guarantees: (epsilon, delta)-DP of the model's parameters after every step, where batches come from the
+    What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step, where batches come from the
     loader alone, each is used for one step, and the loss of a batch is a mean (or sum) over its records. Not covered:
     losses, accuracies, and buffers of layers that look at several records at once, which are refused where they are
     known.

@@ -221,8 +221,8 @@ def sample(
 ) -> SyntheticDataset:
     """`count` images; the same seed gives the same images on the same kind of device.
 
-    Classes come as often as records of them were counted, where a release has counts, or evenly. `labels`: of these
-    classes only, by name or number.
+    - `balanced`: as many of each class; else as often as records of them were counted, where a release has counts.
+    - `labels`: of these classes only, by name or number.
     """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
