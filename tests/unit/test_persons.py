@@ -20,7 +20,7 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private import moments
 from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
-from datalens.released.certificate import _wrong_unit
+from datalens.released.certificate import _mechanism_of, _wrong_unit
 from datalens.texture import Texture
 
 SIDE, SIZE, GRID, COUNTED = 8, 6, 2**14, 2**13
@@ -201,6 +201,13 @@ def test_methods_that_protect_images_refuse_persons(method):
 def test_shares_by_position_refuse_persons(method):
     with pytest.raises(DatalensError, match="--record-id"):
         make_plan(TrainOptions(out="unused", method=method, relation="replace-one", teachers=5), SCHEMA)
+
+
+@pytest.mark.parametrize("method", ["datalens-paper", "pategan", "gpate", "gswgan"])
+def test_the_certificate_speaks_of_persons(method):
+    budget, settings = make_plan(TrainOptions(out="unused", method=method, teachers=5), SCHEMA)
+    for by_person, unit in ((True, "one person changes"), (False, "one record changes")):
+        assert unit in _mechanism_of(settings, budget, by_person=by_person)["sensitivity"]
 
 
 def test_the_check_compares_units():

@@ -1,4 +1,5 @@
-"""An audit of the private moments: one record present or absent, and an attacker who knows all the others.
+"""An audit of the private moments: one record (or one person, with all of their images) present or absent, and an
+attacker who knows all the others.
 
 The sums, their bounds, the noise a ledger leaves for each release and the gate are those of a run (`methods.moments`).
 The record is as bad as one can be: its clipped row is as long as the bound allows in every release, and no other record
@@ -24,8 +25,8 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
 from datalens.config import RELEASES, MomentSettings, TrainOptions
 from datalens.datasets.schema import Schema
-from datalens.errors import DatalensError
 from datalens.evaluate.audit import make_mechanism
+from datalens.evaluate.claims import Claim
 from datalens.methods.moments import noise_for
 from datalens.plan import make_plan
 from datalens.privacy import audit
@@ -61,13 +62,18 @@ def _features() -> torch.Tensor:
     return record_features(torch.from_numpy(images.astype(np.uint8)[..., None]), basis=basis, texture=texture)
 
 
-def _records(*, present: bool, copies: int) -> RecordRows:
-    """The data set again and again, each copy with labels of its own, so that no two share a cell."""
-    stored, labels = _features(), torch.tensor([0, 0, 1])
-    if not present:
-        stored, labels = stored[:-1], labels[:-1]
+def _records(*, present: bool, copies: int, images: int = 1, by_person: bool = False) -> RecordRows:
+    """The data set again and again, each copy with labels of its own, so that no two share a cell.
+
+    `images`: how many the person in question has, all alike; `by_person`: and whether they are one row.
+    """
+    stored = _features()[[0, 1] + [2] * images * present]
+    labels = torch.tensor([0, 0] + [1] * images * present)
+    persons = torch.tensor([0, 1] + [2] * images * present) + 3 * torch.arange(copies).unsqueeze(1)
     shifted = (labels + CLASSES * torch.arange(copies).unsqueeze(1)).flatten()
-    return RecordRows(Rows.of(stored.repeat(copies, 1)), shifted, coordinates=WIDTH, fingerprint=0)
+    rows = Rows.of(stored.repeat(copies, 1))
+    whose = persons.flatten() if by_person else None
+    return RecordRows(rows, shifted, coordinates=WIDTH, fingerprint=0, persons=whose)
 
 
 def _norms(*, present: bool, copies: int) -> tuple[RecordRows, torch.Tensor]:
@@ -78,12 +84,15 @@ def _norms(*, present: bool, copies: int) -> tuple[RecordRows, torch.Tensor]:
     return RecordRows(Rows.of(norms), torch.zeros(len(norms), dtype=torch.int64), coordinates=1, fingerprint=0), edges
 
 
-def total_of(name: str, s: MomentSettings, *, present: bool, copies: int = 1) -> BoundedSum:
-    """What a release of this name is of, `copies` times: one release of it is as many releases of one."""
+def total_of(name: str, s: MomentSettings, *, present: bool, copies: int = 1, **person: Any) -> BoundedSum:
+    """What a release of this name is of, `copies` times: one release of it is as many releases of one.
+
+    `person`: as in `_records`.
+    """
     if name.endswith("norms"):
         alone, edges = _norms(present=present, copies=copies)
         return alone.histogram(alone.coordinates, means=None, edges=edges, grid=s.grid)
-    records = _records(present=present, copies=copies)
+    records = _records(present=present, copies=copies, **person)
     view = records.coordinates
     if name.startswith("texture"):
         size = Texture(SCHEMA.shape).size
@@ -153,24 +162,7 @@ def true_counts(ask: Ask) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is claimed, and how often it is asked."""
-
-    epsilon: float
-    delta: float
-    trials: int = 10_000  # in each world
-
-    def __post_init__(self) -> None:
-        if self.trials < 100:
-            raise DatalensError(f"--trials must be at least 100 for an audit, not {self.trials}")
-        if not math.isfinite(self.epsilon):
-            raise DatalensError("an infinite epsilon claims nothing that an audit could prove wrong: give a finite one")
-        _ = self.budget
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(epsilon=self.epsilon, delta=self.delta, relation="add-remove", accountant="exact")
-
+class Question(Claim):
     def settings(self, law: NoiseLaw) -> MomentSettings:
         """The plan of a run, for rows of a few coordinates."""
         options = TrainOptions(data="audit", out=Path("nowhere"), epsilon=self.epsilon, delta=self.delta)
@@ -186,6 +178,8 @@ class Subject:
     name: str
     releases: tuple[str, ...]
     release: Release = field(default=as_it_is)
+    images: int = 1  # of the person in question
+    by_person: bool = False  # whether they are one row
 
     def settings(self, question: Question, law: NoiseLaw) -> MomentSettings:
         """All releases by the shares of a run; a single one has the whole budget."""
@@ -203,11 +197,14 @@ HONEST = (
     Subject(name="a histogram of norms", releases=("texture-residual-norms",)),
     Subject(name="class sums and counts", releases=("sums",)),
     Subject(name="class covariances", releases=("covariances",)),
+    Subject(name="class sums, a person of fifty images", releases=("sums",), images=50, by_person=True),
+    Subject(name="class covariances, a person of fifty images", releases=("covariances",), images=50, by_person=True),
 )
 CONTROLS = (
     Subject(name="covariances at norm C for C²", releases=("covariances",), release=norm_for_its_square),
     Subject(name="no noise on a class without records", releases=("sums",), release=no_noise_on_absent_classes),
     Subject(name="the true count in the clear", releases=("sums",), release=true_counts),
+    Subject(name="a person of fifty images at the price of one", releases=("sums",), images=50),
 )
 
 
@@ -222,7 +219,8 @@ class Attack:
 
     def _make_totals(self, name: str, copies: int) -> list[tuple[BoundedSum, np.ndarray]]:
         """Without and with the record: the sum, and what the attacker knows of it: all of it, [copies, cells]."""
-        both = [total_of(name, self._settings, present=present, copies=copies) for present in (False, True)]
+        person = {"images": self._subject.images, "by_person": self._subject.by_person}
+        both = [total_of(name, self._settings, present=present, copies=copies, **person) for present in (False, True)]
         return [(total, exactly(total).reshape(copies, -1).astype(np.float64)) for total in both]
 
     def _sigma(self, name: str, ledger: Ledger) -> float:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ from datalens.bounded.norm_topk import NormTopK
 from datalens.config import TrainOptions
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
-from datalens.errors import DatalensError
 from datalens.evaluate.audit import make_mechanism
 from datalens.evaluate.audit_votes import LISTED
+from datalens.evaluate.claims import Claim
 from datalens.fourier import Fourier
 from datalens.peers import dpmerf
 from datalens.plan import make_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import calibrate_event, exact_epsilon
+from datalens.privacy.accountant import AccountantName, calibrate_event, exact_epsilon
 from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Budget, Ledger
@@ -48,23 +48,8 @@ METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan", "pategan", "gpate")  # that a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is claimed, and how often it is asked."""
-
-    epsilon: float
-    delta: float
-    trials: int = 10_000  # in each world
-
-    def __post_init__(self) -> None:
-        if self.trials < 100:
-            raise DatalensError(f"--trials must be at least 100 for an audit, not {self.trials}")
-        if not math.isfinite(self.epsilon):
-            raise DatalensError("an infinite epsilon claims nothing that an audit could prove wrong: give a finite one")
-        _ = self.budget
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(epsilon=self.epsilon, delta=self.delta, relation="add-remove", accountant=ACCOUNTANT)
+class Question(Claim):
+    accountant: ClassVar[AccountantName] = ACCOUNTANT
 
     @property
     def free(self) -> Ledger:

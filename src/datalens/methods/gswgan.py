@@ -23,7 +23,7 @@ from datalens.peers.gswgan import GswganSettings
 from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.privacy.one_of_many import charge_block
 from datalens.private.critics import Critics
-from datalens.private.partition import Balanced, Hashed, Rule
+from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
 from datalens.released.follow import follow
 from datalens.released.generator import Generator, draw_latent, fresh_generator
@@ -32,9 +32,7 @@ from datalens.runs import Alone, Run
 
 def gather(records: Records, settings: GswganSettings, *, device: torch.device) -> Shares:
     """Every record into exactly one share, as bytes."""
-    s = settings
-    salt = f"datalens shares, seed {s.seed}".encode()
-    rule: Rule = Balanced(teachers=s.teachers) if s.shares == "balanced" else Hashed(teachers=s.teachers, salt=salt)
+    rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
     return Shares.gather(records, rule, features=lambda images: images.permute(0, 3, 1, 2), device=device)
 
 

@@ -118,7 +118,8 @@ def _third_party(settings: AnySettings) -> tuple[str, ...]:
 
 def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
     if isinstance(settings, PeerSettings):
-        return settings.mechanism(budget)
+        said = settings.mechanism(budget)
+        return {name: text.replace("one record", "one person") if by_person else text for name, text in said.items()}
     if isinstance(settings, Settings):
         votes = f"{_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)"
         plugged = f"bounded rows with Gaussian noise (TopAgg), with {settings.plugins}"
