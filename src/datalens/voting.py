@@ -70,11 +70,21 @@ def topagg(
         >>> vote.cost
         'ε = 0.1833 (δ = 1e-05, add-remove, exact accountant)'
     """
-    values = torch.as_tensor(gradients).to(torch.float32)
+    for name, value, choices in (
+        ("decode", decode, ("threshold", "sign", "linear")),
+        ("noise", noise, (None, "discrete-gaussian", "gaussian")),
+    ):  # a charge is not wasted on what is spelled wrong
+        if value not in choices:
+            raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if beta is not None and not 0 <= beta < math.inf:
+        raise DatalensError(f"beta must be a number from 0, not {beta:g}")
+    values = torch.as_tensor(gradients).detach().to(torch.float32)
     single = values.dim() == 2
     values = values.unsqueeze(1) if single else values
     if values.dim() != 3 or 0 in values.shape:
         raise DatalensError(f"gradients must be [teachers, d] or [teachers, queries, d], not {list(values.shape)}")
+    if not sigma < math.inf:
+        raise DatalensError(f"sigma must be a finite number, not {sigma:g}")
     if ledger.budget.epsilon < math.inf and not sigma > 0:
         raise DatalensError(f"sigma must be above 0, not {sigma:g}: without noise no finite epsilon holds")
     teachers, queries, size = values.shape

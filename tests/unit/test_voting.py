@@ -1,6 +1,7 @@
 """`datalens.topagg`: the function charges before it draws, and gives what TopAgg gives."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,3 +78,18 @@ def test_no_noise_and_too_large_k() -> None:
         topagg(agreed(), k=1, sigma=0.0, ledger=ledger())
     with pytest.raises(DatalensError, match="k = 9"):
         topagg(agreed(), k=9, sigma=9.0, ledger=ledger())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"noise": "laplace"}, {"decode": "loudest"}, {"beta": math.nan}, {"beta": -1.0}, {"sigma": math.inf}]
+)
+def test_what_is_spelled_wrong_costs_nothing(wrong: dict[str, Any]) -> None:
+    spent = ledger()
+    with pytest.raises(DatalensError, match=f"{next(iter(wrong))} must be"):
+        topagg(torch.randn(9, 4), **{"k": 2, "sigma": 50.0, "ledger": spent, **wrong})
+    assert not spent.events
+
+
+def test_gradients_may_come_with_their_graph() -> None:
+    gradients = torch.randn(9, 4, requires_grad=True)
+    assert not topagg(gradients * 2, k=2, sigma=50.0, ledger=ledger()).direction.requires_grad
