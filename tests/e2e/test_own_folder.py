@@ -3,11 +3,17 @@
 import html
 import json
 import os
+import shlex
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from tests.e2e.conftest import Result
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -31,7 +37,16 @@ def write(folder, count, *, seed=0, name="{i:05}.png"):
     return folder
 
 
-def test_the_whole_way_from_a_folder_of_2000_png(datalens, tmp_path):
+def in_a_shell(*arguments):
+    """`datalens …`, as a person types it: the console script, in a process of its own."""
+    script = Path(sys.executable).with_name("datalens")
+    line = shlex.join([str(script), *map(str, arguments)])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    return Result(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def test_the_whole_way_from_a_folder_of_2000_png(tmp_path):
+    datalens = in_a_shell
     data, run, out = tmp_path / "my höspital data", tmp_path / "run", tmp_path / "synthetic.npz"
     write(data / "train", 2000)
     write(data / "test", 150, seed=1)
