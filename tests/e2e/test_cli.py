@@ -134,8 +134,8 @@ def test_a_release_folder_works_by_itself(datalens, trained, files, tmp_path):
     assert only_json(datalens("evaluate", alone, *QUICK_EVALUATION, "--count", 40, "--json"))["synthetic"] == 40
 
 
-def test_evaluate_a_run(datalens, trained):
-    found = only_json(datalens("evaluate", trained, *QUICK_EVALUATION, "--count", 80, "--json"))
+def test_evaluate_a_run(datalens, copy):  # which gets an evaluation.json
+    found = only_json(datalens("evaluate", copy, *QUICK_EVALUATION, "--count", 80, "--json"))
     assert set(found) >= EVALUATE_KEYS
     assert (found["synthetic"], found["seeds"], found["epochs"], found["test"]) == (80, 1, 1, 360)
     assert found["accuracy_std"] == 0
@@ -286,7 +286,7 @@ def names_the_rest(line):
     )
 
 
-def test_every_line_with_an_epsilon_names_the_rest(datalens, small, trained, tmp_path):
+def test_every_line_with_an_epsilon_names_the_rest(datalens, small, trained, copy, tmp_path):
     results = [
         datalens("train", *small, "--steps", 1, "--out", tmp_path / "a").succeeded(),
         datalens(
@@ -299,7 +299,7 @@ def test_every_line_with_an_epsilon_names_the_rest(datalens, small, trained, tmp
         datalens("sample", trained, "--out", tmp_path / "s.npz", "--count", 10).succeeded(),
         datalens("verify", trained).succeeded(),
         datalens("verify", tmp_path / "b").succeeded(),
-        datalens("evaluate", trained, *QUICK_EVALUATION, "--count", 10).succeeded(),
+        datalens("evaluate", copy, *QUICK_EVALUATION, "--count", 10).succeeded(),
     ]
     lines = lines_with_epsilon(*results)
     assert len(lines) >= 11
@@ -312,8 +312,8 @@ def test_account_names_the_rest_on_every_line(datalens):
     assert all(map(names_the_rest, lines))
 
 
-def test_evaluation_says_that_it_is_not_covered(datalens, trained):
-    assert "not covered by ε" in datalens("evaluate", trained, *QUICK_EVALUATION, "--count", 10).succeeded().out
+def test_evaluation_says_that_it_is_not_covered(datalens, copy):
+    assert "not covered by ε" in datalens("evaluate", copy, *QUICK_EVALUATION, "--count", 10).succeeded().out
 
 
 # --- methods and options ----------------------------------------------------------------------
