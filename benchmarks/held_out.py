@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from datalens.datasets import formats
-from datalens.evaluate.utility import train_and_score
+from datalens.evaluate.utility import train_classifier
 from datalens.released.release import draw
 
 COUNT, EPOCHS = 20_000, 8  # images a classifier is trained on, and for how long
@@ -28,7 +28,7 @@ def score(what: str, generator: Any, held: np.ndarray, labels: np.ndarray, devic
     """Prints one JSON line."""
     classes = int(labels.max()) + 1
     images, shown = draw(generator, count=COUNT, seed=0, classes=classes)
-    accuracies = train_and_score(
+    _, accuracies = train_classifier(
         *(images, shown, held, labels),
         classes=classes,
         epochs=EPOCHS,

@@ -223,13 +223,13 @@ def test_a_seed_is_that_of_training_sampling_and_classifier(tmp_path: Path, monk
     )
     monkeypatch.setattr(harness, "tables", lambda: {"small": table})
     seen: list[tuple[str, int, float]] = []
-    train_and_score: Callable[..., Any] = measure.train_and_score
+    train_classifier: Callable[..., Any] = measure.train_classifier
 
     def watched(images: Any, *rest: Any, seed: int, **more: Any) -> Any:
         seen.append((more["classifier"], seed, float(images.mean())))
-        return train_and_score(images, *rest, seed=seed, **more)
+        return train_classifier(images, *rest, seed=seed, **more)
 
-    monkeypatch.setattr(measure, "train_and_score", watched)
+    monkeypatch.setattr(measure, "train_classifier", watched)
     sampled: list[dict[str, int]] = []
     sample: Callable[..., Any] = release.sample
 

@@ -25,7 +25,7 @@ from datalens.evaluate.classifiers import (
     augment,
     shift,
 )
-from datalens.evaluate.utility import Scores, Utility, evaluate, per_class, train_and_score
+from datalens.evaluate.utility import Scores, Utility, evaluate, per_class, train_classifier
 from datalens.released.synthetic import SyntheticDataset
 
 
@@ -71,7 +71,7 @@ def train(digits: Digits, **changes: Any) -> Scores:
         "device": "cpu",
         "progress_label": "test",
     }
-    return train_and_score(**(arguments | changes))
+    return train_classifier(**(arguments | changes))[1]
 
 
 @pytest.mark.parametrize("network", [PaperCNN, AugmentedCNN, Logistic, MLP, SmallResNet])

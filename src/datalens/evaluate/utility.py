@@ -88,7 +88,7 @@ def evaluate(
     check_like(synthetic, "test set", test_images, test_labels)
 
     def score(images: NDArray[np.uint8], labels: NDArray[np.int64], seed: int, label: str) -> Scores:
-        return train_and_score(
+        return train_classifier(
             images,
             labels,
             test_images,
@@ -100,7 +100,7 @@ def evaluate(
             device=device,
             progress_label=label,
             classifier=classifier,
-        )
+        )[1]
 
     scores = [
         score(synthetic.images, synthetic.labels, first_seed + i, f"classifier on synthetic images, {i + 1} of {seeds}")
@@ -137,39 +137,6 @@ def per_class(confusion: NDArray[np.int64]) -> tuple[float | None, ...]:
     return tuple(float(confusion[i, i] / row) if row else None for i, row in enumerate(rows.tolist()))
 
 
-def train_and_score(
-    train_images: NDArray[np.uint8],
-    train_labels: NDArray[np.int64],
-    test_images: NDArray[np.uint8],
-    test_labels: NDArray[np.int64],
-    *,
-    classes: int,
-    epochs: int,
-    batch: int,
-    seed: int,
-    device: torch.device | str,
-    progress_label: str,
-    classifier: ClassifierName = "paper",
-) -> Scores:
-    """Train a classifier on images [n, h, w, c] and test it after every epoch.
-
-    The test set decides nothing. The same seed gives the same scores on the same machine.
-    """
-    return train_classifier(
-        train_images,
-        train_labels,
-        test_images,
-        test_labels,
-        classes=classes,
-        epochs=epochs,
-        batch=batch,
-        seed=seed,
-        device=device,
-        progress_label=progress_label,
-        classifier=classifier,
-    )[1]
-
-
 def train_classifier(
     train_images: NDArray[np.uint8],
     train_labels: NDArray[np.int64],
@@ -182,9 +149,12 @@ def train_classifier(
     seed: int,
     device: torch.device | str,
     progress_label: str,
-    classifier: ClassifierName,
+    classifier: ClassifierName = "paper",
 ) -> tuple[nn.Module, Scores]:
-    """The same, with the network, ready to be used."""
+    """Train a classifier on images [n, h, w, c] and test it after every epoch; the network is ready to be used.
+
+    The test set decides nothing. The same seed gives the same scores on the same machine.
+    """
     if epochs < 1 or batch < 1:
         raise DatalensError(f"epochs and batch must be at least 1, not {epochs} and {batch}")
     how = CLASSIFIERS[classifier]
