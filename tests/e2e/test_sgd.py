@@ -14,8 +14,8 @@ from datalens import sgd
 from datalens.errors import DatalensError
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
-from datalens.released.certificate import check_release
 from datalens.released.release import load_classifier
+from datalens.released.verification import check_release
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -73,7 +73,7 @@ def test_settings_that_do_not_fit_the_ledger_are_found(
 ) -> None:
     from datalens.config import SgdSettings
     from datalens.datasets.schema import Schema
-    from datalens.released.certificate import _impossible_sgd
+    from datalens.released.verification import _impossible_sgd
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})

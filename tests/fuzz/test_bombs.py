@@ -25,8 +25,8 @@ from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import read_ledger
 from datalens.released import synthetic
-from datalens.released.certificate import check_release
 from datalens.released.release import load_generator
+from datalens.released.verification import check_release
 from datalens.runs import read_config
 
 ROOM = 512 * 2**20  # bytes that a parser may take for a file of a few megabytes

@@ -42,8 +42,9 @@ from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger, _line, read_ledger
 from datalens.released import synthetic
-from datalens.released.certificate import _own_hash, certificate_bytes, check_release
+from datalens.released.certificate import certificate_bytes, own_hash
 from datalens.released.release import load_generator
+from datalens.released.verification import check_release
 from datalens.runs import Run, _damage_explained, load_part, load_tensors, read_config
 
 SECONDS = 20.0
@@ -216,7 +217,7 @@ def ledger_again(content: bytes, luck: random.Random) -> bytes:
 def certificate_again(content: bytes, luck: random.Random) -> bytes:
     certificate = damaged_json(json.loads(content), luck)
     try:
-        certificate["sha256"]["certificate"] = _own_hash(certificate)
+        certificate["sha256"]["certificate"] = own_hash(certificate)
         return certificate_bytes(certificate)
     except (TypeError, KeyError, ValueError, AttributeError):
         return as_json(certificate)

@@ -20,7 +20,8 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private import moments
 from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
-from datalens.released.certificate import _mechanism_of, _wrong_unit
+from datalens.released.certificate import _mechanism_of
+from datalens.released.verification import _wrong_unit
 from datalens.texture import Texture
 
 SIDE, SIZE, GRID, COUNTED = 8, 6, 2**14, 2**13
