@@ -92,7 +92,7 @@ def test_given_sigma_takes_as_many_steps_as_fit(datalens, small, tmp_path):
 
 
 def test_all_formats_hold_the_same_images(files):
-    from datalens.released.synthetic import load
+    from datalens.released.loading import load
 
     first, *others = (load(place) for place in files.values())
     assert first.images.shape == (60, 8, 8, 1)

@@ -41,9 +41,11 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger, _line, read_ledger
-from datalens.released import synthetic
 from datalens.released.certificate import certificate_bytes, own_hash
+from datalens.released.loading import load
 from datalens.released.release import load_generator
+from datalens.released.saving import save
+from datalens.released.synthetic import SyntheticDataset
 from datalens.released.verification import check_release
 from datalens.runs import Run, _damage_explained, load_part, load_tensors, read_config
 
@@ -397,13 +399,13 @@ def teachers(run: Path, folder: Path) -> Parse:
 def handed_out(name: str) -> bytes:
     """A synthetic set as one file; of a folder, its table."""
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
-    data = synthetic.SyntheticDataset(
+    data = SyntheticDataset(
         images=images, labels=np.array([0, 1, 0, 1]), classes=("a", "b"), certificate={"private": True}
     )
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.save(data, Path(folder) / name.partition("/")[0])
+        save(data, Path(folder) / name.partition("/")[0])
         return (Path(folder) / name).read_bytes()
 
 
@@ -419,7 +421,7 @@ def synthetic_file(name: str) -> Callable[[Path, Path], Parse]:
 
         def parse(folder: Path, content: bytes) -> object:
             (folder / name).write_bytes(content)
-            return synthetic.load(folder / top)
+            return load(folder / top)
 
         return parse
 
