@@ -1,9 +1,9 @@
 """What a plan promises, in words for its owner: from public facts and the noise alone, before a record is read."""
 
-from datalens.config import MomentSettings, Settings, TrainSettings
 from datalens.datasets.schema import Schema
 from datalens.plan import costs
 from datalens.privacy.ledger import Budget
+from datalens.settings import MomentSettings, Settings, TrainSettings
 
 # Of the noise in class covariances by what it hides, and what is then to be seen.
 SEEN = (

@@ -4,19 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from datalens.config import (
-    COMPRESSORS,
-    MOMENT_OVERRIDES,
-    OF_A_COMPRESSOR,
-    OVERRIDES,
-    REAL_ROWS,
-    AnySettings,
-    MomentSettings,
-    NoiseName,
-    Settings,
-    TrainOptions,
-    TrainSettings,
-)
+from datalens.config import MOMENT_OVERRIDES, OVERRIDES, TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.settings import PeerSettings
@@ -26,6 +14,16 @@ from datalens.presets import HIDDEN, PRESETS, preset
 from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
+from datalens.settings import (
+    COMPRESSORS,
+    OF_A_COMPRESSOR,
+    REAL_ROWS,
+    AnySettings,
+    MomentSettings,
+    NoiseName,
+    Settings,
+    TrainSettings,
+)
 from datalens.texture import Texture
 from datalens.theory.choose import Suggestion, suggest_k
 

@@ -27,11 +27,11 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from datalens import live
 from datalens.board import Board, is_due
-from datalens.config import AnySettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
+from datalens.settings import AnySettings, parse_settings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from datalens.config import SgdSettings
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
 from datalens.datasets.records import Dataset, record_keys
@@ -30,6 +29,7 @@ from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config, write_atomically
+from datalens.settings import SgdSettings
 from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from datalens.config import AnySettings, MomentSettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
@@ -18,6 +17,7 @@ from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import say
 from datalens.runs import read_config, write_atomically
+from datalens.settings import AnySettings, MomentSettings, SgdSettings
 
 
 def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datalens.board import writer_class
-from datalens.config import (
-    MomentSettings,
-    Settings,
-    SgdSettings,
-    TrainOptions,
-    TrainSettings,
-    options_as_dict,
-    parse_settings,
-)
+from datalens.config import TrainOptions, options_as_dict
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
 from datalens.datasets.schema import Schema
@@ -32,6 +24,7 @@ from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
+from datalens.settings import MomentSettings, Settings, SgdSettings, TrainSettings, parse_settings
 from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from datalens.config import RELEASES
+from datalens.settings import RELEASES
 
 DIGITS = ("--data", "digits", "--epsilon", 10)
 

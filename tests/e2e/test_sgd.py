@@ -71,9 +71,9 @@ def test_the_certificate_stands_by_itself(trained: tuple[Path, dict[str, Any]], 
 def test_settings_that_do_not_fit_the_ledger_are_found(
     trained: tuple[Path, dict[str, Any]], change: dict[str, Any], said: str
 ) -> None:
-    from datalens.config import SgdSettings
     from datalens.datasets.schema import Schema
     from datalens.released.verification import _impossible_sgd
+    from datalens.settings import SgdSettings
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})

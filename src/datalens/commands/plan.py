@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
-from datalens.config import (
-    Classes,
-    Grayscale,
-    ImageSize,
-    Label,
-    MethodName,
-    MomentSettings,
-    RecordId,
-    Settings,
-    TrainOptions,
-    WarmStart,
-)
+from datalens.config import Classes, Grayscale, ImageSize, Label, RecordId, TrainOptions, WarmStart
+from datalens.settings import MethodName, MomentSettings, Settings
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "

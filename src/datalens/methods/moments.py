@@ -25,7 +25,6 @@ from torch import Tensor
 
 from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
-from datalens.config import RELEASES, MomentSettings
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded
@@ -38,6 +37,7 @@ from datalens.private.moments import RecordRows
 from datalens.progress import say
 from datalens.released import moments as released
 from datalens.runs import Run
+from datalens.settings import RELEASES, MomentSettings
 from datalens.texture import Texture
 
 LEAST_PART = 0.25  # of what was planned for a release: with less it would be noise

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.config import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
@@ -20,6 +19,7 @@ from datalens.privacy.events import (
     UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number
+from datalens.settings import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
 MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datalens.config import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.pages import MOST_BYTES, REPORT, seal_problem
@@ -27,6 +26,7 @@ from datalens.released.certificate import (
     read_certificate,
     weights_of,
 )
+from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
 
 # What a certificate of version 1, which had no page, did not say yet.
 _NEW = {"": ("declared_public", "chain"), "mechanism": ("price",), "settings": ("noise",)}
