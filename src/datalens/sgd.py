@@ -23,7 +23,7 @@ from datalens.datasets.own import Reading
 from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import warnings
+from datalens.guidance import warnings
 from datalens.presets import sgd_usual
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, json_number, read_ledger, sync_directory

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.guidance import costs
 from datalens.peers.settings import PeerSettings
-from datalens.plan import costs
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget

@@ -17,9 +17,10 @@ from datalens.datasets import formats
 from datalens.datasets.own import Reading
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.guidance import warnings
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import code_of
-from datalens.plan import check_moments, check_settings, make_plan, warnings
+from datalens.plan import check_moments, check_settings, make_plan
 from datalens.privacy.ledger import Budget, json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say

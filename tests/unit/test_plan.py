@@ -16,7 +16,8 @@ from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import RELEASE_SHARES, check_moments, costs, make_plan, topagg_plan, warnings
+from datalens.guidance import costs, warnings
+from datalens.plan import RELEASE_SHARES, check_moments, make_plan, topagg_plan
 from datalens.presets import preset
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger

@@ -52,9 +52,9 @@ class Plan:
     def __call__(self) -> int:
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
-        from datalens.guidance import expect
+        from datalens.guidance import costs, expect, suggestion, warnings
         from datalens.peers.settings import PeerSettings
-        from datalens.plan import costs, make_plan, suggestion, warnings
+        from datalens.plan import make_plan
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
