@@ -26,7 +26,7 @@ def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple
         return [(part.event, part.times) for part in settings.schedule(schema, budget)]
     origin: NoiseOrigin = "seeded" if settings.noise_seeded else "operating-system"
     if isinstance(settings, SgdSettings):
-        from datalens.sgd import schedule_of
+        from datalens.sgd_plan import schedule_of
 
         schedule = schedule_of(settings, schema).schedule
         return [(schedule.event(repeats=schedule.steps, step=0, noise=origin), 1)]

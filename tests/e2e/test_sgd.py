@@ -16,6 +16,7 @@ from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
+from datalens.sgd_plan import SgdOptions
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -146,8 +147,8 @@ def test_a_run_that_was_killed_pays_for_what_it_lost(
 
     at_step(monkeypatch, 13, die)
     with pytest.raises(Killed):
-        sgd.train(sgd.SgdOptions(data="digits", out=run, epsilon=3.0, sigma=2.5, epochs=2, clip=1.0, lr=0.5,
-                                 accountant="rdp-improved"))  # fmt: skip
+        sgd.train(SgdOptions(data="digits", out=run, epsilon=3.0, sigma=2.5, epochs=2, clip=1.0, lr=0.5,
+                             accountant="rdp-improved"))  # fmt: skip
     lost = charged(run)
     assert lost >= 13
     result = datalens("sgd", "--out", run, "--resume", "--json").succeeded()
