@@ -349,7 +349,7 @@ def config(run: Path, folder: Path) -> Parse:
 
     def parse(folder: Path, content: bytes) -> object:
         from datalens.config import TrainOptions
-        from datalens.training import _as_begun
+        from datalens.job import _as_begun
 
         (where / "config.json").write_bytes(content)
         read_config(where)
