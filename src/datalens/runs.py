@@ -158,6 +158,12 @@ class Run:
             lock.close()
             raise
 
+    @property
+    def noise_seed(self) -> int | None:
+        """None: noise of the operating system's. A seed moves on with every charge, so that no noise comes twice."""
+        seed = self.config["options"]["noise_seed"]
+        return None if seed is None else seed + len(self.ledger.events)
+
     def close(self) -> None:
         try:
             if self._board is not None:

@@ -268,8 +268,8 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     from datalens.privacy.noise import SecureNoise, SeededNoise
     from datalens.released.release import write_model
 
-    seed, budget = run.config["options"]["noise_seed"], run.ledger.budget
-    noise: NoiseSource = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
+    budget = run.ledger.budget
+    noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     made = schedule_of(settings, run.schema)
     gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run.path))
     trainer = make_trainer(settings, run.schema, gate, made, device)

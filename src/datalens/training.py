@@ -349,9 +349,7 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
     from datalens.privacy.mechanisms import Mechanism, ThirdParty, make_mechanism
     from datalens.privacy.noise import open_noise
 
-    seed = run.config["options"]["noise_seed"]
-    seed = None if seed is None else seed + len(run.ledger.events)
-    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=seed) as noise:
+    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=run.noise_seed) as noise:
         gate: Mechanism = make_mechanism(s.sigma, noise)
         if s.mechanism:
             from datalens.plugins import mechanism

@@ -1,5 +1,6 @@
 """The whole chain through the command line: train, sample, evaluate, verify, account."""
 
+import contextlib
 import json
 import math
 import os
@@ -240,6 +241,15 @@ def test_without_noise_epsilon_is_inf(datalens, without_noise):
     checked = only_json(datalens("verify", out, "--json"))
     assert checked["ok"] is True
     assert (checked["epsilon"], checked["epsilon_spent"], checked["private"]) == ("inf", "inf", False)
+
+
+def test_a_seed_of_noise_moves_on_with_every_charge(trained, with_known_noise):
+    from datalens.runs import Run
+
+    with contextlib.closing(Run.open(with_known_noise[0])) as run:
+        assert len(run.ledger.events) == 2 and run.noise_seed == 1 + 2
+    with contextlib.closing(Run.open(trained)) as run:
+        assert run.noise_seed is None
 
 
 def test_with_a_noise_seed_nothing_is_private(datalens, with_known_noise):

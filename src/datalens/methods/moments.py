@@ -134,10 +134,8 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
     if found is None:
         contributions = total()
         sigma = noise_for(name, s, run.ledger)
-        seed = run.config["options"]["noise_seed"]
-        seed = None if seed is None else seed + len(run.ledger.events)
         law = s.noise if sigma > 0 else "gaussian"
-        with open_noise(law, sigma, draws=contributions.cells, seed=seed) as noise:
+        with open_noise(law, sigma, draws=contributions.cells, seed=run.noise_seed) as noise:
             found = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
         run.journal.save(found)
     run.log(step, sigma=found.event.sigma)
