@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see below
     from datalens.estimator import DataLens
     from datalens.methods.dpsgd import make_private
     from datalens.privacy.ledger import Budget, Ledger
-    from datalens.released.certificate import check_release
     from datalens.released.release import sample
     from datalens.released.synthetic import SyntheticDataset
+    from datalens.released.verification import check_release
     from datalens.training import train
     from datalens.voting import topagg
 
@@ -41,7 +41,7 @@ _HOMES = {
     "Schema": "datalens.datasets.schema",
     "SyntheticDataset": "datalens.released.synthetic",
     "TrainOptions": "datalens.config",
-    "check_release": "datalens.released.certificate",
+    "check_release": "datalens.released.verification",
     "make_private": "datalens.methods.dpsgd",
     "sample": "datalens.released.release",
     "topagg": "datalens.voting",

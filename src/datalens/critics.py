@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from datalens import streams
 from datalens.basis import Basis
 
 
@@ -105,6 +106,13 @@ class CosineCritic(nn.Module):
         one_hot = F.one_hot(labels, self.classes).to(images.dtype)
         hidden = F.leaky_relu(self.hidden(torch.cat([features, one_hot], dim=1)), 0.2)
         return (self.linear(features) * one_hot).sum(dim=1) + self.out(hidden).squeeze(1)
+
+
+def fresh_critic(shape: tuple[int, int, int], classes: int, *, width: int, seed: int) -> Critic:
+    """Before its first step: the same for the same seed."""
+    critic = Critic(shape, classes, width=width)
+    initialise_critic(critic, streams.generator(seed, "critic"))
+    return critic
 
 
 def initialise_critic(critic: nn.Module, random: torch.Generator) -> None:

@@ -218,8 +218,8 @@ class DataLens(BaseEstimator):
     @classmethod
     def load(cls, path: Path_) -> "DataLens":
         """A release that `save` or `datalens train` wrote, once its certificate was found to stand."""
-        from datalens.released.certificate import check_release
         from datalens.released.release import load_generator
+        from datalens.released.verification import check_release
 
         release = Path(path)
         found = check_release(release)

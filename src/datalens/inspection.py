@@ -21,7 +21,8 @@ from datalens.datasets.pixels import Kind, checked_kind
 from datalens.datasets.records import Dataset, block_records, draw, person_key
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.plan import costs, make_plan, warnings
+from datalens.guidance import costs, warnings
+from datalens.plan import make_plan
 from datalens.progress import bar
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"

@@ -14,7 +14,7 @@ from datalens.errors import DatalensError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from datalens.config import Settings
+    from datalens.settings import Settings
 
 Group = Literal["compressors", "mechanisms", "methods"]
 OPTIONS: dict[Group, str] = {"compressors": "--compress", "mechanisms": "--mechanism", "methods": "--method"}
@@ -67,7 +67,7 @@ def named(group: Group, name: str, *, ours: tuple[str, ...]) -> Plugin:
 
 
 def compressor(name: str) -> tuple[Compressor, str]:
-    from datalens.config import COMPRESSORS
+    from datalens.settings import COMPRESSORS
 
     found = named("compressors", name, ours=COMPRESSORS)
     if not isinstance(found.value, Compressor):

@@ -27,11 +27,11 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from datalens import live
 from datalens.board import Board, is_due
-from datalens.config import AnySettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
+from datalens.settings import AnySettings, parse_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,6 +157,12 @@ class Run:
         except BaseException:
             lock.close()
             raise
+
+    @property
+    def noise_seed(self) -> int | None:
+        """None: noise of the operating system's. A seed moves on with every charge, so that no noise comes twice."""
+        seed = self.config["options"]["noise_seed"]
+        return None if seed is None else seed + len(self.ledger.events)
 
     def close(self) -> None:
         try:

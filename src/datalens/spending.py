@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from datalens.config import AnySettings, MomentSettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.guidance import costs
 from datalens.peers.settings import PeerSettings
-from datalens.plan import costs
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import say
 from datalens.runs import read_config, write_atomically
+from datalens.settings import AnySettings, MomentSettings, SgdSettings
 
 
 def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
@@ -26,7 +26,7 @@ def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple
         return [(part.event, part.times) for part in settings.schedule(schema, budget)]
     origin: NoiseOrigin = "seeded" if settings.noise_seeded else "operating-system"
     if isinstance(settings, SgdSettings):
-        from datalens.sgd import schedule_of
+        from datalens.sgd_plan import schedule_of
 
         schedule = schedule_of(settings, schema).schedule
         return [(schedule.event(repeats=schedule.steps, step=0, noise=origin), 1)]

@@ -11,27 +11,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datalens.board import writer_class
-from datalens.config import (
-    MomentSettings,
-    Settings,
-    SgdSettings,
-    TrainOptions,
-    TrainSettings,
-    options_as_dict,
-    parse_settings,
-)
+from datalens.config import TrainOptions
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
-from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.guidance import warnings
+from datalens.job import Job, make_job
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import code_of
-from datalens.plan import check_moments, check_settings, make_plan, warnings
-from datalens.privacy.ledger import Budget, json_number
+from datalens.privacy.ledger import json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
+from datalens.settings import MomentSettings, Settings, TrainSettings
 from datalens.spending import check_room, go_on, reserve
 
 if TYPE_CHECKING:
@@ -46,30 +38,6 @@ if TYPE_CHECKING:
 NEWS_SECONDS = 60.0  # a network file system may take this long to show a machine what another one has written
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
-
-    options: dict[str, Any]
-    settings: TrainSettings
-    schema: Schema
-    budget: Budget | None
-    begun: bool
-    records: "Records | None" = None  # where a Python program has them, and no file
-
-    def facts(self) -> dict[str, Any]:
-        """What all ranks must have alike."""
-        from datalens.released.certificate import versions
-
-        facts: dict[str, Any] = {f"the version of {name}": versions()[name] for name in ("datalens", "torch")}
-        facts |= {"resume": self.begun, "the data set": self.schema.as_dict()}
-        facts |= {
-            name.replace("_", "-"): value for name, value in self.options.items()
-        }  # before what follows from them
-        facts |= {f"the setting {name}": value for name, value in self.settings.as_dict().items()}
-        return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
-
-
 def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
     """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
@@ -82,7 +50,7 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(World.start(options.device))
-        job = world.together(lambda: dataclasses.replace(_plan(options, given, records), records=records))
+        job = world.together(lambda: dataclasses.replace(make_job(options, given, records), records=records))
         world.agree({"out": str(options.out), **job.facts()})
         if isinstance(job.settings, PeerSettings):
             peer = job.settings
@@ -257,55 +225,6 @@ def choose_device(name: str) -> "torch.device":
 # --- on every rank --------------------------------------------------------------------------------
 
 
-def _plan(options: TrainOptions, given: set[str] | None, records: "Records | None") -> Job:
-    """What this rank would do, without a look at any record."""
-    if options.tensorboard:
-        writer_class()  # or an error now, and not after the reading
-    if options.resume or _restarted(options):
-        return _as_begun(options, given)
-    if options.data is None:
-        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    if records is None:
-        schema = formats.schema(
-            options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
-        )
-    else:
-        schema = records.schema
-    budget, settings = make_plan(options, schema)
-    return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
-
-
-def _restarted(options: TrainOptions) -> bool:
-    """Whether torchrun has started this process again, after the run it had begun broke off."""
-    from datalens.distributed import launch, restarted
-
-    exists = launch() is not None and (options.out / "config.json").is_file()
-    return exists and restarted(read_config(options.out).get("launch"))
-
-
-def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
-    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
-    config = read_config(options.out)
-    begun, asked = config["options"], options_as_dict(options)
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
-    for name, value in asked.items():
-        named = getattr(options, name) != defaults[name] if given is None else name in given
-        if named and value != begun.get(name):
-            raise DatalensError(
-                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
-            )
-    settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
-    if isinstance(settings, SgdSettings):
-        raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
-    if isinstance(settings, PeerSettings):
-        settings.check(schema)
-    elif isinstance(settings, Settings):
-        check_settings(settings.as_dict(), schema)
-    else:
-        check_moments(settings, schema)
-    return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)
-
-
 def _check_ranks(settings: Settings, world: "World") -> None:
     if world.size > settings.teachers:
         raise DatalensError(
@@ -430,9 +349,7 @@ def _train_and_release(run: Run, s: Settings, crowd: "Crowd", device: "torch.dev
     from datalens.privacy.mechanisms import Mechanism, ThirdParty, make_mechanism
     from datalens.privacy.noise import open_noise
 
-    seed = run.config["options"]["noise_seed"]
-    seed = None if seed is None else seed + len(run.ledger.events)
-    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=seed) as noise:
+    with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=run.noise_seed) as noise:
         gate: Mechanism = make_mechanism(s.sigma, noise)
         if s.mechanism:
             from datalens.plugins import mechanism

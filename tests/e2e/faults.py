@@ -614,7 +614,7 @@ def rude(code: int, said: str, fault: Fault) -> list[str]:
 def standing_release(run: Path) -> list[str]:
     """A release that is there stands, whatever happened around it."""
     from datalens.errors import DatalensError
-    from datalens.released.certificate import check_release
+    from datalens.released.verification import check_release
 
     if not (run / "release").exists():
         return []

@@ -164,12 +164,13 @@ def test_attacks_for_people_say_what_is_not_covered(datalens, copy):
 def test_a_set_of_copies_is_exit_1(datalens, trained, tmp_path):
     """A certificate does not save it."""
     from datalens.datasets import formats
-    from datalens.released import synthetic
+    from datalens.released.loading import load
+    from datalens.released.saving import save
 
     datalens("sample", trained, "--out", tmp_path / "s.npz", "--count", 300).succeeded()
     real = formats.load("digits")
-    copied = dataclasses.replace(synthetic.load(tmp_path / "s.npz"), images=real.images[:300], labels=real.labels[:300])
-    synthetic.save(copied, tmp_path / "copied.npz")
+    copied = dataclasses.replace(load(tmp_path / "s.npz"), images=real.images[:300], labels=real.labels[:300])
+    save(copied, tmp_path / "copied.npz")
     result = datalens("audit", "attacks", tmp_path / "copied.npz", "--data", "digits", "--json")
     assert result.code == 1
     assert result.json["reconstruction"]["copies"] >= 290

@@ -1,5 +1,6 @@
 """The whole chain through the command line: train, sample, evaluate, verify, account."""
 
+import contextlib
 import json
 import math
 import os
@@ -92,7 +93,7 @@ def test_given_sigma_takes_as_many_steps_as_fit(datalens, small, tmp_path):
 
 
 def test_all_formats_hold_the_same_images(files):
-    from datalens.released.synthetic import load
+    from datalens.released.loading import load
 
     first, *others = (load(place) for place in files.values())
     assert first.images.shape == (60, 8, 8, 1)
@@ -240,6 +241,15 @@ def test_without_noise_epsilon_is_inf(datalens, without_noise):
     checked = only_json(datalens("verify", out, "--json"))
     assert checked["ok"] is True
     assert (checked["epsilon"], checked["epsilon_spent"], checked["private"]) == ("inf", "inf", False)
+
+
+def test_a_seed_of_noise_moves_on_with_every_charge(trained, with_known_noise):
+    from datalens.runs import Run
+
+    with contextlib.closing(Run.open(with_known_noise[0])) as run:
+        assert len(run.ledger.events) == 2 and run.noise_seed == 1 + 2
+    with contextlib.closing(Run.open(trained)) as run:
+        assert run.noise_seed is None
 
 
 def test_with_a_noise_seed_nothing_is_private(datalens, with_known_noise):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from datalens.config import Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.privacy import bounds
 from datalens.privacy.ledger import read_ledger
 from datalens.reproduce import figure2
 from datalens.reproduce.figure2 import Panel
+from datalens.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("quickly")
 

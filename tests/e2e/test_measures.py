@@ -107,7 +107,8 @@ def test_a_file_with_too_few_images(datalens, trained, tmp_path):
 
 def test_a_set_that_holds_training_images_is_flagged(datalens, tmp_path):
     from datalens.datasets import sources
-    from datalens.released.synthetic import SyntheticDataset, save
+    from datalens.released.saving import save
+    from datalens.released.synthetic import SyntheticDataset
 
     real = sources.load("digits")
     stolen = SyntheticDataset(

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from datalens.config import RELEASES
+from datalens.settings import RELEASES
 
 DIGITS = ("--data", "digits", "--epsilon", 10)
 
@@ -233,7 +233,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_ledger_that_cannot_have_come_about(finished, datalens, tmp_path, lie):
     """Chained and hashed again, as an owner could: but not what these settings release."""
-    from datalens.released.certificate import _own_hash, certificate_bytes, page_bytes, release_hashes
+    from datalens.released.certificate import certificate_bytes, own_hash, page_bytes, release_hashes
 
     run, _ = finished
     release = shutil.copytree(run / "release", tmp_path / "release")
@@ -248,7 +248,7 @@ def test_a_ledger_that_cannot_have_come_about(finished, datalens, tmp_path, lie)
     page = page_bytes(certificate)
     (release / "CERTIFICATE.md").write_bytes(page)
     certificate["sha256"]["CERTIFICATE.md"] = hashlib.sha256(page).hexdigest()
-    certificate["sha256"]["certificate"] = _own_hash(certificate)
+    certificate["sha256"]["certificate"] = own_hash(certificate)
     (release / "certificate.json").write_bytes(certificate_bytes(certificate))
     (release / "report.html").unlink()  # it would tell
     found = datalens("verify", release)

@@ -138,7 +138,7 @@ LIES = {
 
 def forged(release, *, event=None, settings=None):
     """A release whose ledger or settings say something else, chained and hashed again, as an owner could."""
-    from datalens.released.certificate import _own_hash, certificate_bytes, page_bytes, release_hashes
+    from datalens.released.certificate import certificate_bytes, own_hash, page_bytes, release_hashes
 
     lines = [json.loads(line) for line in (release / "ledger.jsonl").read_text().splitlines()]
     lines[1]["event"] |= event or {}
@@ -149,7 +149,7 @@ def forged(release, *, event=None, settings=None):
     page = page_bytes(certificate)
     (release / "CERTIFICATE.md").write_bytes(page)
     certificate["sha256"]["CERTIFICATE.md"] = hashlib.sha256(page).hexdigest()
-    certificate["sha256"]["certificate"] = _own_hash(certificate)
+    certificate["sha256"]["certificate"] = own_hash(certificate)
     (release / "certificate.json").write_bytes(certificate_bytes(certificate))
     (release / "report.html").unlink()  # it would tell
     return release

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from datalens.errors import DatalensError
-from datalens.released.certificate import check_release
+from datalens.released.verification import check_release
 from datalens.reproduce import compared, harness, runtime, table1
 from datalens.reproduce.harness import Cell, Scoring, Table
 

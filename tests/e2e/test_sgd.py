@@ -14,8 +14,9 @@ from datalens import sgd
 from datalens.errors import DatalensError
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
-from datalens.released.certificate import check_release
 from datalens.released.release import load_classifier
+from datalens.released.verification import check_release
+from datalens.sgd_plan import SgdOptions
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -71,9 +72,9 @@ def test_the_certificate_stands_by_itself(trained: tuple[Path, dict[str, Any]], 
 def test_settings_that_do_not_fit_the_ledger_are_found(
     trained: tuple[Path, dict[str, Any]], change: dict[str, Any], said: str
 ) -> None:
-    from datalens.config import SgdSettings
     from datalens.datasets.schema import Schema
-    from datalens.released.certificate import _impossible_sgd
+    from datalens.released.verification import _impossible_sgd
+    from datalens.settings import SgdSettings
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})
@@ -146,8 +147,8 @@ def test_a_run_that_was_killed_pays_for_what_it_lost(
 
     at_step(monkeypatch, 13, die)
     with pytest.raises(Killed):
-        sgd.train(sgd.SgdOptions(data="digits", out=run, epsilon=3.0, sigma=2.5, epochs=2, clip=1.0, lr=0.5,
-                                 accountant="rdp-improved"))  # fmt: skip
+        sgd.train(SgdOptions(data="digits", out=run, epsilon=3.0, sigma=2.5, epochs=2, clip=1.0, lr=0.5,
+                             accountant="rdp-improved"))  # fmt: skip
     lost = charged(run)
     assert lost >= 13
     result = datalens("sgd", "--out", run, "--resume", "--json").succeeded()

@@ -11,9 +11,10 @@ import pytest
 from datalens.config import TrainOptions
 from datalens.datasets import formats
 from datalens.errors import DatalensError
+from datalens.guidance import costs
 from datalens.peers.gpate import GPateSettings
 from datalens.peers.pategan import PateGanSettings
-from datalens.plan import costs, make_plan
+from datalens.plan import make_plan
 from tests.e2e.conftest import call
 
 pytestmark = pytest.mark.usefixtures("quickly")

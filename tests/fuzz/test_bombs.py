@@ -24,9 +24,9 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import read_ledger
-from datalens.released import synthetic
-from datalens.released.certificate import check_release
+from datalens.released import loading
 from datalens.released.release import load_generator
+from datalens.released.verification import check_release
 from datalens.runs import read_config
 
 ROOM = 512 * 2**20  # bytes that a parser may take for a file of a few megabytes
@@ -134,7 +134,7 @@ def own_npz(folder: Path, content: bytes) -> object:
 def handed_out(name: str) -> Callable[[Path, bytes], object]:
     def read(folder: Path, content: bytes) -> object:
         (folder / name).write_bytes(content)
-        return synthetic.load(folder / name)
+        return loading.load(folder / name)
 
     return read
 

@@ -41,9 +41,12 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger, _line, read_ledger
-from datalens.released import synthetic
-from datalens.released.certificate import _own_hash, certificate_bytes, check_release
+from datalens.released.certificate import certificate_bytes, own_hash
+from datalens.released.loading import load
 from datalens.released.release import load_generator
+from datalens.released.saving import save
+from datalens.released.synthetic import SyntheticDataset
+from datalens.released.verification import check_release
 from datalens.runs import Run, _damage_explained, load_part, load_tensors, read_config
 
 SECONDS = 20.0
@@ -216,7 +219,7 @@ def ledger_again(content: bytes, luck: random.Random) -> bytes:
 def certificate_again(content: bytes, luck: random.Random) -> bytes:
     certificate = damaged_json(json.loads(content), luck)
     try:
-        certificate["sha256"]["certificate"] = _own_hash(certificate)
+        certificate["sha256"]["certificate"] = own_hash(certificate)
         return certificate_bytes(certificate)
     except (TypeError, KeyError, ValueError, AttributeError):
         return as_json(certificate)
@@ -346,7 +349,7 @@ def config(run: Path, folder: Path) -> Parse:
 
     def parse(folder: Path, content: bytes) -> object:
         from datalens.config import TrainOptions
-        from datalens.training import _as_begun
+        from datalens.job import _as_begun
 
         (where / "config.json").write_bytes(content)
         read_config(where)
@@ -396,13 +399,13 @@ def teachers(run: Path, folder: Path) -> Parse:
 def handed_out(name: str) -> bytes:
     """A synthetic set as one file; of a folder, its table."""
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
-    data = synthetic.SyntheticDataset(
+    data = SyntheticDataset(
         images=images, labels=np.array([0, 1, 0, 1]), classes=("a", "b"), certificate={"private": True}
     )
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.save(data, Path(folder) / name.partition("/")[0])
+        save(data, Path(folder) / name.partition("/")[0])
         return (Path(folder) / name).read_bytes()
 
 
@@ -418,7 +421,7 @@ def synthetic_file(name: str) -> Callable[[Path, Path], Parse]:
 
         def parse(folder: Path, content: bytes) -> object:
             (folder / name).write_bytes(content)
-            return synthetic.load(folder / top)
+            return load(folder / top)
 
         return parse
 

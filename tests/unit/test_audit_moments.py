@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from datalens import cli
-from datalens.config import RELEASES
 from datalens.errors import DatalensError
 from datalens.evaluate import audit_moments
 from datalens.evaluate.audit import laws
 from datalens.evaluate.audit_moments import CONTROLS, HONEST, Attack, Question, Subject
 from datalens.privacy import audit
 from datalens.privacy.ledger import Ledger
+from datalens.settings import RELEASES
 
 QUESTION = Question(epsilon=1.0, delta=1e-5)
 SETTINGS = QUESTION.settings("gaussian")

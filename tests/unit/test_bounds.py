@@ -269,7 +269,8 @@ def test_one_inapplicable_query_leaves_no_data_dependent_bound() -> None:
 
 # Whoever decides, charges, certifies or learns. `cli` calls `reproduce`, by name only.
 APART = ("released/", "methods/", "private/", "bounded/", "privacy/", "datasets/", "distributed.py", "crowd.py")
-APART += ("training.py", "runs.py", "plan.py", "presets.py", "config.py", "account.py")
+APART += ("job.py", "training.py", "runs.py", "plan.py", "guidance.py", "presets.py", "config.py", "settings.py")
+APART += ("account.py",)
 
 
 def modules() -> dict[str, str]:

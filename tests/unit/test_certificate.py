@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.bounded.contributions import Contributions, sum_bounded
-from datalens.config import Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.pages import REPORT, sealed
@@ -34,8 +34,6 @@ from datalens.released.certificate import (
     PAGE,
     PICTURE,
     WEIGHTS,
-    Verification,
-    check_release,
     make_certificate,
     page_bytes,
     read_certificate,
@@ -43,6 +41,8 @@ from datalens.released.certificate import (
 )
 from datalens.released.generator import Architecture, Generator
 from datalens.released.release import write_release
+from datalens.released.verification import Verification, check_release
+from datalens.settings import Settings
 
 SCHEMA = Schema(name="tiny", height=4, width=4, channels=1, classes=("a", "b"), nominal_size=100)
 TINY = Architecture(shape=(1, 4, 4), classes=2, latent=2, latent_law="normal", dense=0, widths=(2,))

@@ -17,7 +17,7 @@ from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
 from datalens.codes import Rotation, Sketch, hadamard
-from datalens.config import Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.methods.datalens import make_compress, make_decode
@@ -27,6 +27,7 @@ from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
+from datalens.settings import Settings
 
 SCHEMA = Schema(name="toy", height=4, width=5, channels=1, classes=("a", "b"), nominal_size=1000)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
-from datalens.config import AnySettings, Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.plan import make_plan
@@ -24,6 +24,7 @@ from datalens.privacy.events import DiscreteGaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum, make_mechanism
 from datalens.privacy.noise import DrawnAhead, ExactNoise, SecureNoise, SeededNoise, open_noise
+from datalens.settings import AnySettings, Settings
 
 BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")
 PATIENCE = 20.0

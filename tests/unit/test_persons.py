@@ -8,7 +8,7 @@ import torch
 
 from datalens.basis import make_basis
 from datalens.bounded.outer import Outer, outer_diameter, sum_outer
-from datalens.config import MomentSettings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import PERSON, Schema
 from datalens.errors import DatalensError
@@ -20,7 +20,9 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private import moments
 from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
-from datalens.released.certificate import _mechanism_of, _wrong_unit
+from datalens.released.certificate import _mechanism_of
+from datalens.released.verification import _wrong_unit
+from datalens.settings import MomentSettings
 from datalens.texture import Texture
 
 SIDE, SIZE, GRID, COUNTED = 8, 6, 2**14, 2**13

@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.basis import make_basis
-from datalens.config import MomentSettings, Settings, TrainOptions, parse_settings
+from datalens.config import TrainOptions
 from datalens.datasets import sources
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import RELEASE_SHARES, check_moments, costs, make_plan, topagg_plan, warnings
+from datalens.guidance import costs, warnings
+from datalens.plan import RELEASE_SHARES, check_moments, make_plan, topagg_plan
 from datalens.presets import preset
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.private.networks import compact_network
+from datalens.settings import MomentSettings, Settings, parse_settings
 
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
 OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nominal_size=900)

@@ -363,7 +363,7 @@ class OneRun:
     told: list[Released] | None = None
     schema: Schema = SCHEMA
     completed: int = 0
-    config: dict[str, dict[str, None]] = field(default_factory=lambda: {"options": {"noise_seed": None}})
+    noise_seed: None = None
     released: list[Released] = field(default_factory=list)
 
     @property

@@ -124,8 +124,8 @@ def test_one_training_is_charged_and_measured(monkeypatch: pytest.MonkeyPatch) -
     y = torch.randint(0, 10, (40,), generator=random)
 
     def few(name: str, records: int | None, device: str) -> Any:
-        from datalens.config import SgdSettings
         from datalens.datasets import sources
+        from datalens.settings import SgdSettings
 
         about = SgdSettings(
             method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",

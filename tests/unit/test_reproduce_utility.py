@@ -17,7 +17,7 @@ from datalens.errors import DatalensError
 from datalens.evaluate import utility as measure
 from datalens.methods import datalens
 from datalens.released import release
-from datalens.released.certificate import check_release
+from datalens.released.verification import check_release
 from datalens.reproduce import harness, utility
 from datalens.reproduce.harness import Cell, Scoring
 

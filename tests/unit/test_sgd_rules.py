@@ -15,7 +15,8 @@ from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
 from datalens.released.classifier import seeded
-from datalens.sgd import SgdOptions, Trainer, plan, share_of_rate
+from datalens.sgd import Trainer, share_of_rate
+from datalens.sgd_plan import SgdOptions, plan
 
 
 def test_what_is_usual_follows_public_facts(tmp_path: Path) -> None:

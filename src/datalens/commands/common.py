@@ -42,12 +42,12 @@ def release_of(path: Path) -> Path:
 
 def synthetic_of(path: Path, count: int) -> "SyntheticDataset":
     """So many images from a run or a release, or all that a file or folder holds."""
-    from datalens.released import synthetic
+    from datalens.released.loading import load
     from datalens.released.release import sample
 
     if path.is_dir() and ((path / "ledger.jsonl").is_file() or (path / "release").is_dir()):
         return sample(release_of(path), count=count, seed=0)
-    return synthetic.load(path)
+    return load(path)
 
 
 def audited(result: dict[str, Any], lines: list[str], *, json: bool) -> int:

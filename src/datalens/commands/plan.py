@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
-from datalens.config import (
-    Classes,
-    Grayscale,
-    ImageSize,
-    Label,
-    MethodName,
-    MomentSettings,
-    RecordId,
-    Settings,
-    TrainOptions,
-    WarmStart,
-)
+from datalens.config import Classes, Grayscale, ImageSize, Label, RecordId, TrainOptions, WarmStart
+from datalens.settings import MethodName, MomentSettings, Settings
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
@@ -62,9 +52,9 @@ class Plan:
     def __call__(self) -> int:
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
-        from datalens.guidance import expect
+        from datalens.guidance import costs, expect, suggestion, warnings
         from datalens.peers.settings import PeerSettings
-        from datalens.plan import costs, make_plan, suggestion, warnings
+        from datalens.plan import make_plan
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

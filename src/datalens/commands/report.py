@@ -24,7 +24,7 @@ class Report:
         from datalens.evaluate import owner_report
         from datalens.pages import OWNER, REPORT, check_may_replace
         from datalens.released import report
-        from datalens.released.certificate import check_release
+        from datalens.released.verification import check_release
         from datalens.runs import write_atomically
 
         release = release_of(self.run)

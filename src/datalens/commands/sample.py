@@ -34,11 +34,11 @@ class Sample:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.released import synthetic
         from datalens.released.release import sample
+        from datalens.released.saving import check_target, save
         from datalens.training import choose_device
 
-        synthetic.check_target(self.out, force=self.force)  # before the work, not after it
+        check_target(self.out, force=self.force)  # before the work, not after it
         dataset = sample(
             release_of(self.run),
             count=self.count,
@@ -47,7 +47,7 @@ class Sample:
             labels=self.only or None,
             device=choose_device(self.device),
         )
-        synthetic.save(dataset, self.out, force=self.force)
+        save(dataset, self.out, force=self.force)
         fields = {"out": str(self.out), "count": len(dataset.images), "private": dataset.certificate["private"]}
         statement = dataset.certificate["statement"]
         show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)

@@ -79,7 +79,8 @@ class Sgd:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.sgd import SgdOptions, train
+        from datalens.sgd import train
+        from datalens.sgd_plan import SgdOptions
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "json"}
         result = train(SgdOptions(**asked))

@@ -21,7 +21,8 @@ class Verify:
     def __call__(self) -> int:
         from datalens.privacy.accountant import UnpriceableEvent
         from datalens.privacy.ledger import json_number
-        from datalens.released.certificate import LEDGER, check_release
+        from datalens.released.certificate import LEDGER
+        from datalens.released.verification import check_release
 
         release = release_of(self.run)
         try:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from datalens.datasets.idx import UBYTE
-from datalens.datasets.memory import check_labels
+from datalens.datasets.memory import check_labels, schema_of
 from datalens.datasets.own import ALL, NONE, Reading
 from datalens.datasets.records import Dataset
-from datalens.datasets.schema import READ_OFF, Schema
+from datalens.datasets.schema import READ_OFF
 from datalens.errors import DatalensError
 
 _TEST = ("t10k", "test")
@@ -49,16 +49,7 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
             raise DatalensError(f"{beside}: label {labels.max()} has no name among the {len(classes)} of --classes")
         if reading.classes is None:
             note = f"{READ_OFF}: the classes (the largest label)"
-    _, height, width, channels = images.shape
-    public = Schema(
-        name=path.name,
-        height=height,
-        width=width,
-        channels=channels,
-        classes=classes,
-        nominal_size=nominal_size,
-        note=note,
-    )
+    public = schema_of(images, path, classes, nominal_size, reading, note=note)
     return Dataset(schema=public, images=images, labels=labels)
 
 

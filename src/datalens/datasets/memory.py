@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -69,3 +70,20 @@ def check_labels(labels: np.ndarray, count: int, where: object) -> np.ndarray:
     if labels.min() < 0 or labels.max() >= 2**63:  # of which uint64 has more
         raise DatalensError(f"{where}: labels must be 0 or more, and less than there are classes")
     return labels.astype(np.int64)
+
+
+def schema_of(
+    images: np.ndarray, path: Path, classes: tuple[str, ...], nominal_size: int, reading: Reading, *, note: str = ""
+) -> Schema:
+    """What is public of a file of images: their size and channels too."""
+    _, height, width, channels = images.shape
+    return Schema(
+        name=path.name,
+        height=height,
+        width=width,
+        channels=channels,
+        classes=classes,
+        nominal_size=nominal_size,
+        record_unit=reading.unit,
+        note=note,
+    )

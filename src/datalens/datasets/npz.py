@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from datalens.datasets.memory import check_images, check_labels
+from datalens.datasets.memory import check_images, check_labels, schema_of
 from datalens.datasets.own import Reading
 from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
 
@@ -56,16 +55,7 @@ def open_npz(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
         raise DatalensError(f"{path}: ids must be {len(images)}, one an image")
     if labels.max() >= len(classes):
         raise DatalensError(f"{path}: label {labels.max()} has no name among the {len(classes)} classes")
-    _, height, width, channels = images.shape
-    public = Schema(
-        name=path.name,
-        height=height,
-        width=width,
-        channels=channels,
-        classes=classes,
-        nominal_size=nominal_size,
-        record_unit=reading.unit,
-    )
+    public = schema_of(images, path, classes, nominal_size, reading)
     return Dataset(schema=public, images=images, labels=labels, ids=ids)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from datalens import streams
 from datalens.bounded.contributions import BoundedSum
-from datalens.config import Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.crowd import Crowd, Fakes
 from datalens.datasets import formats
 from datalens.datasets.records import Dataset, record_keys
@@ -40,6 +40,7 @@ from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.progress import bar
 from datalens.runs import Run
+from datalens.settings import Settings
 
 SIDE = 8
 SCHEMA = Schema(name="audit", height=SIDE, width=SIDE, channels=1, classes=("0", "1"), nominal_size=1000)

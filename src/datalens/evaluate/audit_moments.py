@@ -23,7 +23,7 @@ import torch
 from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
-from datalens.config import RELEASES, MomentSettings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.evaluate.audit import make_mechanism
 from datalens.evaluate.claims import Claim
@@ -38,6 +38,7 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private.moments import FINE, RecordRows, record_features
 from datalens.private.shares import Rows
 from datalens.progress import bar
+from datalens.settings import RELEASES, MomentSettings
 from datalens.texture import Texture
 
 SIDE, CLASSES = 8, 2

@@ -13,6 +13,7 @@ from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number
 from datalens.released import certificate as certificates
 from datalens.released import report
+from datalens.released.verification import check_release
 
 MOST_PICTURES, MOST_BYTES = 12, 250_000  # and of each
 COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling")
@@ -60,7 +61,7 @@ class Entry:
 
 def read(run: Path, release: Path, name: str) -> Entry:
     """A run, or a release by itself, whose certificate stands: nothing else is worth comparing."""
-    problems = certificates.check_release(release).problems
+    problems = check_release(release).problems
     if problems:
         raise DatalensError(f"the certificate of {run} does not stand: see `datalens verify {run}`")
     evaluation = read_facts(run, EVALUATION)

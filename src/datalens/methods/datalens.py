@@ -22,7 +22,6 @@ from datalens.bounded.klevel import KLevel
 from datalens.bounded.third_party import PerTeacher
 from datalens.bounded.topk_sign import TopKSign
 from datalens.codes import Rotation, Sketch
-from datalens.config import COMPRESSORS, Settings
 from datalens.crowd import Crowd
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
@@ -38,6 +37,7 @@ from datalens.released.decode import Decode, agreement
 from datalens.released.generator import dcgan_architecture
 from datalens.released.student import Student
 from datalens.runs import Run
+from datalens.settings import COMPRESSORS, Settings
 
 
 def train(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from datalens import streams
-from datalens.critics import Critic, initialise_critic
+from datalens.critics import fresh_critic
 from datalens.datasets.records import Records
 from datalens.learner import Learner
 from datalens.peers.dcgan import DcganSettings
@@ -28,10 +28,9 @@ def train(run: Run, pool: Pool, settings: DcganSettings, *, device: torch.device
     s, schema = settings, run.schema
     classes = len(schema.classes)
     generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
-    critic = Critic(schema.shape, classes, width=s.width)
-    initialise_critic(critic, streams.generator(s.seed, "critic"))
+    critic = fresh_critic(schema.shape, classes, width=s.width, seed=s.seed).to(device)
     student = Learner(generator, rate=s.rate, average=s.average)
-    teacher = Learner(critic.to(device), rate=s.rate)
+    teacher = Learner(critic, rate=s.rate)
     if not run.ledger.events:
         release_unprotected(run.ledger, origin=s.origin)
 

@@ -9,9 +9,8 @@ Noise and samples come from the operating system; batches are large and steps fe
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from datalens import streams
 from datalens.bounded.norm_topk import NormTopK
-from datalens.critics import Critic, initialise_critic
+from datalens.critics import fresh_critic
 from datalens.datasets.records import Records
 from datalens.errors import BudgetExceeded
 from datalens.learner import Learner
@@ -34,12 +33,10 @@ def train(run: Run, pool: Pool, settings: NoisyCriticSettings, *, device: torch.
     classes = len(schema.classes)
     generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
     student = Learner(generator, rate=s.generator_rate, average=s.average)
-    network = Critic(schema.shape, classes, width=s.width)
-    initialise_critic(network, streams.generator(s.seed, "critic"))
-    critic = Learner(network.to(device), rate=s.critic_rate)
+    network = fresh_critic(schema.shape, classes, width=s.width, seed=s.seed).to(device)
+    critic = Learner(network, rate=s.critic_rate)
     rows = NormTopK(clip=s.clip, selector="none")
-    seed = run.config["options"]["noise_seed"]
-    noise = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
+    noise = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     whole = Schedule(sigma=s.sigma, rate=s.rate, steps=s.steps * s.block, unit=rows.bound, l2_bound=rows.l2_bound)
     gate = GradientGate(run.ledger, whole, noise, blocks=s.steps)
 

@@ -39,12 +39,11 @@ def gather(records: Records, settings: GPateSettings, *, device: torch.device) -
 def train(run: Run, shares: Shares, settings: GPateSettings, *, device: torch.device) -> Generator:
     """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
     s, schema = settings, run.schema
-    seed = run.config["options"]["noise_seed"]
     mechanism = ConfidentGNMax(
         sigma_check=s.sigma_check,
         sigma=s.sigma,
         threshold=s.threshold * s.teachers,
-        noise=SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events)),
+        noise=SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed),
     )
     teachers = make_teachers(shares, s, schema)
     student = Student(

@@ -43,8 +43,7 @@ def train(run: Run, shares: Shares, settings: GswganSettings, *, device: torch.d
     student = Learner(generator, rate=s.rate)
     critic = Critic(schema.shape, classes, width=s.width)
     critics = Critics(critic, shares, batch=s.batch, rate=s.teacher_rate, penalty=s.penalty, seed=s.seed)
-    seed = run.config["options"]["noise_seed"]
-    noise = SecureNoise() if seed is None else SeededNoise(seed + len(run.ledger.events))
+    noise = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
 
     for block in run.steps(s.steps, student=student, teachers=Alone(critics, run.path / "checkpoints")):
         if block == 0 and s.warm_steps:

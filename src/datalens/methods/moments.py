@@ -25,7 +25,6 @@ from torch import Tensor
 
 from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
-from datalens.config import RELEASES, MomentSettings
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded
@@ -38,6 +37,7 @@ from datalens.private.moments import RecordRows
 from datalens.progress import say
 from datalens.released import moments as released
 from datalens.runs import Run
+from datalens.settings import RELEASES, MomentSettings
 from datalens.texture import Texture
 
 LEAST_PART = 0.25  # of what was planned for a release: with less it would be noise
@@ -134,10 +134,8 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
     if found is None:
         contributions = total()
         sigma = noise_for(name, s, run.ledger)
-        seed = run.config["options"]["noise_seed"]
-        seed = None if seed is None else seed + len(run.ledger.events)
         law = s.noise if sigma > 0 else "gaussian"
-        with open_noise(law, sigma, draws=contributions.cells, seed=seed) as noise:
+        with open_noise(law, sigma, draws=contributions.cells, seed=run.noise_seed) as noise:
             found = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
         run.journal.save(found)
     run.log(step, sigma=found.event.sigma)

@@ -39,11 +39,9 @@ def gather(records: Records, settings: PateGanSettings, *, device: torch.device)
 def train(run: Run, shares: Shares, settings: PateGanSettings, *, device: torch.device) -> Generator:
     """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
     s = settings
-    seed = run.config["options"]["noise_seed"]
-    seed = None if seed is None else seed + len(run.ledger.events)
     if s.noise == "discrete-laplace":
-        return _train(run, shares, s, LaplaceVote(noise=LaplaceNoise(s.scale, seed)), device)
-    with open_noise(s.noise, s.scale, draws=2 * s.steps * s.batch, seed=seed) as noise:
+        return _train(run, shares, s, LaplaceVote(noise=LaplaceNoise(s.scale, run.noise_seed)), device)
+    with open_noise(s.noise, s.scale, draws=2 * s.steps * s.batch, seed=run.noise_seed) as noise:
         return _train(run, shares, s, make_mechanism(s.scale, noise), device)
 
 

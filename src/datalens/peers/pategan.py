@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import NoiseOfVotes, TrainOptions
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
@@ -12,6 +12,7 @@ from datalens.peers.settings import Part, common, whole_number_law
 from datalens.privacy.accountant import calibrate_event, calibrate_sigma
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget
+from datalens.settings import NoiseOfVotes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from datalens.config import NoiseName, TrainOptions, checked
+from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.events import Charge, NoiseOrigin
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
+from datalens.settings import NoiseName, checked
 
 
 @dataclass(frozen=True, kw_only=True)

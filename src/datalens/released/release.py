@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from datalens import streams
-from datalens.config import AnySettings, SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import REPORT
@@ -26,6 +25,7 @@ from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, recalibrated
 from datalens.released.moments import MomentModel, Start
 from datalens.released.synthetic import SyntheticDataset, grid
+from datalens.settings import AnySettings, SgdSettings
 from datalens.texture import Texture
 
 # Of a generator that is read: far above any that is written.

@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image
 
-from datalens.config import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import charts, render, said, sealed
@@ -18,6 +17,7 @@ from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger
 from datalens.released import certificate as certificates
+from datalens.settings import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
 
 CONTENTS = (
     ("guarantee", "The guarantee"),

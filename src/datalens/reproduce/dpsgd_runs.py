@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from datalens.config import SgdSettings
 from datalens.datasets.schema import Schema
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
@@ -22,6 +21,7 @@ from datalens.progress import bar
 from datalens.reproduce.appendix_a import INF
 from datalens.reproduce.dpsgd_output import DELTA
 from datalens.runs import write_atomically
+from datalens.settings import SgdSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from datalens.config import Settings, TrainOptions, options_as_dict
+from datalens.config import TrainOptions, options_as_dict
 from datalens.privacy import bounds
 from datalens.privacy.accountant import exact_epsilon, rdp_epsilon
 from datalens.progress import say
 from datalens.runs import write_atomically
+from datalens.settings import Settings
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum, Contributions, Gradients

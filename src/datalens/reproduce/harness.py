@@ -274,7 +274,7 @@ def _run_cell(
 
 def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict[str, Any]:
     """The run of a cell, or the one that another cell has made with the same options, checked."""
-    from datalens.released.certificate import check_release
+    from datalens.released.verification import check_release
     from datalens.training import train
 
     facts = run / "trained.json"

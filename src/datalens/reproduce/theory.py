@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datalens.config import Settings, TrainOptions
+from datalens.config import TrainOptions
 from datalens.progress import bar, say
 from datalens.reproduce.compared import FEW_TEACHERS
 from datalens.runs import write_atomically
+from datalens.settings import Settings
 from datalens.theory import bound as theorem
 from datalens.theory import choose, simulate
 from datalens.theory import tau as leftovers

@@ -1,0 +1,93 @@
+"""What a training run is to do, from public facts: planned anew, or read from the run that goes on."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from datalens.board import writer_class
+from datalens.config import TrainOptions, options_as_dict
+from datalens.datasets import formats
+from datalens.datasets.own import Reading
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.peers.settings import PeerSettings
+from datalens.plan import check_moments, check_settings, make_plan
+from datalens.privacy.ledger import Budget
+from datalens.runs import read_config
+from datalens.settings import Settings, SgdSettings, TrainSettings, parse_settings
+
+if TYPE_CHECKING:
+    from datalens.datasets.records import Records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
+
+    options: dict[str, Any]
+    settings: TrainSettings
+    schema: Schema
+    budget: Budget | None
+    begun: bool
+    records: "Records | None" = None  # where a Python program has them, and no file
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        from datalens.released.certificate import versions
+
+        facts: dict[str, Any] = {f"the version of {name}": versions()[name] for name in ("datalens", "torch")}
+        facts |= {"resume": self.begun, "the data set": self.schema.as_dict()}
+        facts |= {
+            name.replace("_", "-"): value for name, value in self.options.items()
+        }  # before what follows from them
+        facts |= {f"the setting {name}": value for name, value in self.settings.as_dict().items()}
+        return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
+
+
+def make_job(options: TrainOptions, given: set[str] | None, records: "Records | None") -> Job:
+    """What this rank would do, without a look at any record."""
+    if options.tensorboard:
+        writer_class()  # or an error now, and not after the reading
+    if options.resume or _restarted(options):
+        return _as_begun(options, given)
+    if options.data is None:
+        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
+    if records is None:
+        schema = formats.schema(
+            options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+        )
+    else:
+        schema = records.schema
+    budget, settings = make_plan(options, schema)
+    return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
+
+
+def _restarted(options: TrainOptions) -> bool:
+    """Whether torchrun has started this process again, after the run it had begun broke off."""
+    from datalens.distributed import launch, restarted
+
+    exists = launch() is not None and (options.out / "config.json").is_file()
+    return exists and restarted(read_config(options.out).get("launch"))
+
+
+def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
+    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
+    config = read_config(options.out)
+    begun, asked = config["options"], options_as_dict(options)
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+    for name, value in asked.items():
+        named = getattr(options, name) != defaults[name] if given is None else name in given
+        if named and value != begun.get(name):
+            raise DatalensError(
+                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
+            )
+    settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
+    if isinstance(settings, SgdSettings):
+        raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
+    if isinstance(settings, PeerSettings):
+        settings.check(schema)
+    elif isinstance(settings, Settings):
+        check_settings(settings.as_dict(), schema)
+    else:
+        check_moments(settings, schema)
+    return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)
