@@ -85,6 +85,10 @@ def plots() -> None:
         with tempfile.TemporaryDirectory() as out:
             made = harness.reproduce(name, full=True, out=Path(out), device="cpu", stored=RESULTS)
             (RESULTS / f"{name}.png").write_bytes(Path(made["plot"]).read_bytes())
+    with tempfile.TemporaryDirectory() as out:
+        made = harness.reproduce("figure2", full=True, out=Path(out), device="cpu", stored=RESULTS)
+        if "plot" in made:
+            (RESULTS / "figure2.png").write_bytes(Path(made["plot"]).read_bytes())
 
 
 def main() -> None:

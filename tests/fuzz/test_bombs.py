@@ -200,6 +200,8 @@ def test_a_bomb_is_refused(name: str, tmp_path: Path) -> None:
         {"shape": [1, 2**20, 2**20]},
         {"widths": [1] * 40, "shape": [1, 2**30, 2**30]},
         {"classes": 2**27},
+        {"cosines": 2**30},
+        {"cosines": -1},
         {"shape": [1, -8, -8]},
     ],
     ids=str,

@@ -105,10 +105,10 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "faces").mkdir()
     rows, text = made(tmp_path, full=True, data_folder=tmp_path / "faces")
     methods = ["datalens", "datalens, warm start off", "datalens-paper"]
-    assert [row["column"] for row in rows] == methods * 4 + methods[:2] * 2 + methods[:1] * 14
-    assert len({one["name"] for one in ran}) == len(ran) == 16 * 5 + 12 * 3  # scenes are not here
-    assert [row["seeds"] for row in rows[16:]] == [3] * 4 + [0] * 2 + [3] * 8
-    for row in rows[:16]:
+    assert [row["column"] for row in rows] == methods * 6 + methods[:1] * 14
+    assert len({one["name"] for one in ran}) == len(ran) == 18 * 5 + 12 * 3  # scenes are not here
+    assert [row["seeds"] for row in rows[18:]] == [3] * 4 + [0] * 2 + [3] * 8
+    for row in rows[:18]:
         assert (row["seeds"], row["ours"]) == (5, pytest.approx(0.92))
         assert row["std"] == pytest.approx(statistics.stdev([0.9, 0.91, 0.92, 0.93, 0.94]))
     assert "0.9200 ± 0.0158" in line_of(text, "MNIST ε=10 | datalens, warm start off")
@@ -116,6 +116,8 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
         assert one["data_folder"] == (tmp_path / "faces" if "celeba" in one["options"]["data"] else None)
         assert (one["options"].get("warm_start") == "off") == ("warm-start-off" in one["name"])
         assert (one["options"]["method"] == "datalens-paper") == ("datalens-paper" in one["name"])
+        alone = "celeba-gender-32" in one["options"]["data"] and ("off" in one["name"] or "paper" in one["name"])
+        assert one["options"].get("teachers") == (2500 if alone else None)
     assert [one["name"] for one in ran if one["accuracy_real"] is None] == [  # a ceiling is found once for each set
         "mnist-eps1-datalens-seed0",
         "fashion-mnist-eps1-datalens-seed0",

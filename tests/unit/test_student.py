@@ -1,5 +1,7 @@
 """The student's side: generators of all sizes, steps along released directions, state, and batch norm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,19 @@ def test_generators_of_all_sizes(shape: tuple[int, int, int]) -> None:
     images = Generator(architecture)(z, torch.tensor([0, 4, 2]))
     assert images.shape == (3, *shape)
     assert images.min() >= 0 and images.max() <= 1
+
+
+def test_a_generator_of_some_cosines_shows_nothing_but_those() -> None:
+    plain = Generator(replace(TINY, shape=(3, 8, 8))).eval()
+    few = Generator(replace(TINY, shape=(3, 8, 8), cosines=12)).eval()
+    few.load_state_dict(plain.state_dict())
+    z, labels = draw_latent(6, TINY, streams.generator(0, "z")), torch.arange(6) % 3
+    with torch.no_grad():
+        whole, shown = plain(z, labels), few(z, labels)
+    basis = make_basis("dct", (3, 8, 8), 12)
+    assert torch.allclose(basis.inverse(basis.forward(shown - 0.5)), shown - 0.5, atol=1e-5)
+    assert torch.allclose(basis.forward(shown), basis.forward(whole), atol=1e-5)
+    assert not torch.allclose(basis.inverse(basis.forward(whole - 0.5)), whole - 0.5, atol=1e-5)
 
 
 def test_the_label_changes_the_image() -> None:

@@ -55,7 +55,13 @@ def train(
     """
     s, schema = settings, run.schema
     student = Student(
-        dcgan_architecture(schema.shape, len(schema.classes), latent=s.latent, latent_law=s.latent_law),
+        dcgan_architecture(
+            schema.shape,
+            len(schema.classes),
+            latent=s.latent,
+            latent_law=s.latent_law,
+            cosines=s.basis_size if s.basis == "dct" and s.basis_size < schema.dimensions else 0,
+        ),
         batch=s.batch,
         gamma=s.gamma,
         learning_rate=s.student_rate,

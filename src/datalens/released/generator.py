@@ -1,6 +1,7 @@
 """The student's network: a DC-GAN generator with labels, for any image size."""
 
 import copy
+import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from datalens import streams
+from datalens.basis import Basis, make_basis
 
 LatentName = Literal["normal", "uniform"]
 
@@ -23,13 +25,14 @@ class Architecture:
     latent_law: LatentName
     dense: int
     widths: tuple[int, ...]  # channels before each doubling of the image
+    cosines: int = 0  # of the lowest frequencies, which alone are shown; 0: all of the image
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def dcgan_architecture(
-    shape: tuple[int, int, int], classes: int, *, latent: int, latent_law: LatentName
+    shape: tuple[int, int, int], classes: int, *, latent: int, latent_law: LatentName, cosines: int = 0
 ) -> Architecture:
     """Up to 32 pixels: dense 1024 and two transposed convolutions; larger: four, as DC-GAN has for 64 × 64."""
     small = max(shape[1:]) <= 32
@@ -40,6 +43,7 @@ def dcgan_architecture(
         latent_law=latent_law,
         dense=1024 if small else 0,
         widths=(128, 128) if small else (512, 256, 128, 64),
+        cosines=cosines,
     )
 
 
@@ -78,7 +82,15 @@ class Generator(nn.Module):
             if layer < len(self.norm):
                 x = F.relu(self.norm[layer](x))
         _, height, width = self.architecture.shape
-        return torch.sigmoid(x[:, :, :height, :width])  # sizes that do not halve evenly are cropped
+        x = torch.sigmoid(x[:, :, :height, :width])  # sizes that do not halve evenly are cropped
+        if not self.architecture.cosines:
+            return x
+        # Teachers speak of these cosines only: what the layers leave in the others, a grid, nobody asked for.
+        return (self.shown.inverse(self.shown.forward(x - 0.5)) + 0.5).clamp(0, 1)
+
+    @functools.cached_property
+    def shown(self) -> Basis:
+        return make_basis("dct", self.architecture.shape, self.architecture.cosines)
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
         """One image a label, from latents drawn on the CPU."""

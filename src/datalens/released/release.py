@@ -29,7 +29,7 @@ from datalens.settings import AnySettings, SgdSettings
 from datalens.texture import Texture
 
 # Of a generator that is read: far above any that is written.
-MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
+MOST_PIXELS, MOST_LAYERS, MOST_STEPS, MOST_NUMBERS = 2**24, 12, 1000, 2**28
 
 AnyGenerator = Generator | MomentModel
 
@@ -162,8 +162,11 @@ def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
 def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Generator:
     """The generator with these weights. Built without memory first: a description may name any size."""
     channels, height, width = architecture.shape
-    if min(architecture.shape) < 1 or channels * height * width > MOST_PIXELS or len(architecture.widths) > MOST_LAYERS:
+    pixels = channels * height * width
+    if min(architecture.shape) < 1 or pixels > MOST_PIXELS or len(architecture.widths) > MOST_LAYERS:
         raise ValueError("no generator of ours makes images like that")
+    if not 0 <= architecture.cosines * pixels <= MOST_NUMBERS:
+        raise ValueError("no generator of ours shows so many cosines")
     with torch.device("meta"):
         generator = Generator(architecture)
     expected = {name: value.dtype for name, value in generator.state_dict().items()}

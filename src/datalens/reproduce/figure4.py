@@ -112,7 +112,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.imshow(plt.imread(r["picture"]), cmap="gray")
         axis.set_title(f"{r['row']}, {r['column']}\nδ = {r['delta']:g}, {r['relation']}, {r['accountant']}", fontsize=8)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
