@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from datalens.bounded import norm_topk
-from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector, by_bisection, find_limits, largest_dropped
+from datalens.bounded.norm_topk import (
+    ROUNDING,
+    NormTopK,
+    Selector,
+    by_bisection,
+    find_limits,
+    how_many_fit,
+    largest_dropped,
+)
 from datalens.errors import DatalensError
 
 
@@ -60,21 +68,34 @@ def test_what_is_kept_is_algorithm_4s(values: list[float], k: float) -> None:
     np.testing.assert_allclose(ours.numpy(), algorithm_4(g, k), rtol=1e-6)
 
 
-def kept(rows: Tensor, k: float) -> Tensor:
+def kept(rows: Tensor, k: float, among: int) -> Tensor:
     """What `find_limits` leaves of them."""
-    sizes, whole = rows.abs(), rows.double().square().sum(dim=1)
-    limits = torch.from_numpy(find_limits(sizes.numpy(), whole.numpy(), k))
-    return torch.where(sizes > limits.unsqueeze(1), rows, 0.0)
+    whole = rows.double().square().sum(dim=1)
+    limits, counts = find_limits(rows.abs().numpy(), whole.numpy(), k, among)
+    left = torch.where(rows.abs() > torch.from_numpy(limits).unsqueeze(1), rows, 0.0)
+    assert ((left != 0).sum(dim=1).numpy() <= counts).all()  # fewer where some of equal size would have fitted
+    return left
 
 
-def test_on_long_rows_too() -> None:
-    rows = heavy(5, 9001)
+@pytest.mark.parametrize("k", [0.2, 0.6, 0.8, 0.95])
+def test_on_long_rows_too(k: float) -> None:
+    rows = heavy(6, 9001)
+    rows[1] = torch.linspace(1.0, 1.1, 9001)  # keeps a share of about k: more than was looked at
+    rows[2, ::61] = 100.0  # of equal size
+    rows[3, 100:] *= 1e-3
     rows[4] = 0.0
-    rows[1, :: norm_topk._EVERY] = 0.0  # the sample sees nothing of it
-    rows[2, :: norm_topk._EVERY] = 100.0  # and of this all that is large
-    for k in (0.2, 0.6, 0.8, 0.95):
-        expected = [algorithm_4(row.double().numpy(), k) for row in rows]
-        np.testing.assert_array_equal(kept(rows, k).numpy(), np.array(expected, dtype=np.float32))
+    expected = np.array([algorithm_4(row.double().numpy(), k) for row in rows], dtype=np.float32)
+    for among in (1, 700, 9001):
+        np.testing.assert_array_equal(kept(rows, k, among).numpy(), expected)
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 200])
+def test_as_many_as_fit(m: int) -> None:
+    """At the ends of groups too. Small whole numbers: sums are exact."""
+    falling = np.sort(np.random.default_rng(m).integers(0, 9, (m + 2, m)), axis=1)[:, ::-1].astype(np.float32)
+    sums = np.cumsum(np.square(falling), axis=1)
+    most = np.append(sums[range(m), range(m)], [0.0, 1e9])  # row i: exactly as much as its first i + 1
+    assert how_many_fit(falling, most).tolist() == (sums <= most[:, None]).sum(axis=1).tolist()
 
 
 @pytest.mark.parametrize("k", [0.05, 0.5, 0.8])
@@ -102,17 +123,17 @@ def test_no_row_is_longer_than_its_bound(seed: int, k: float, clip: float, scale
     assert longest(compress, heavy(3, 60, seed) * scale) <= 1.0
 
 
-def one_too_many(sizes: np.ndarray, whole: np.ndarray, k: float) -> np.ndarray:
+def one_too_many(sizes: np.ndarray, whole: np.ndarray, k: float, among: int) -> tuple[np.ndarray, np.ndarray]:
     """Keeps the largest coordinate that has to go, too."""
-    limits = find_limits(sizes, whole, k)
-    return np.array([row[row < limit].max(initial=0.0) for row, limit in zip(sizes, limits, strict=True)])
+    limits, counts = find_limits(sizes, whole, k, among)
+    return np.array([row[row < limit].max(initial=0.0) for row, limit in zip(sizes, limits, strict=True)]), counts
 
 
 def test_a_twin_that_keeps_one_too_many_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, compress = heavy(6, 60), NormTopK(clip=0.5, topk=0.6)
     monkeypatch.setattr(norm_topk, "find_limits", one_too_many)
     assert longest(compress, rows) <= 1.0  # what is kept is measured, and scaled
-    trusting = lambda squares, kept, *, clip, bound: (clip / squares.sqrt()).clamp(max=1.0)  # noqa: E731
+    trusting = lambda squares, kept, *, clip, bound: clip / (squares**0.5).clip(min=clip)  # noqa: E731
     monkeypatch.setattr(norm_topk, "bounded_scale", trusting)
     assert longest(compress, rows) > 1.01  # and where nobody measures, this finds it
     monkeypatch.setattr(norm_topk, "find_limits", find_limits)
@@ -146,6 +167,12 @@ def test_rows_that_are_no_numbers_add_nothing(selector: Selector) -> None:
     clean = compress.sum([rows[3:]]).private_total
     rows[0, 3], rows[1, 4], rows[2] = math.nan, -math.inf, 3e38
     assert torch.equal(compress.sum([rows]).private_total, clean)
+
+
+@pytest.mark.parametrize("selector", ["norm", "dim", "none"])
+def test_rows_too_short_to_measure_are_not_trusted(selector: Selector) -> None:
+    """Their squares are zero in float32; their lengths are not, and this clip norm is shorter still."""
+    assert longest(NormTopK(clip=1e-30, topk=0.5, selector=selector), heavy(3, 40).clamp(-9, 9) * 1e-25) <= 1.0
 
 
 def test_k_1_is_opacus() -> None:
@@ -212,7 +239,14 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], said: str) -> Non
 
 def test_where_rounding_leaves_all_that_may_stay() -> None:
     """A whole that was summed too large: all is kept, and then its length is looked at."""
-    assert find_limits(np.array([[1.0, 2.0]], dtype=np.float32), np.array([6.0]), 0.9) == [-1.0]
+    limits, counts = find_limits(np.array([[1.0, 2.0]], dtype=np.float32), np.array([6.0]), 0.9, 1)
+    assert (limits.tolist(), counts.tolist()) == ([-1.0], [2])
+
+
+def test_of_nothing_nothing_is_kept() -> None:
+    """So that a row of zeros does not make the next block look among more."""
+    limits, counts = find_limits(np.zeros((1, 500), dtype=np.float32), np.array([0.0]), 0.9, 100)
+    assert (limits.tolist(), counts.tolist()) == ([0.0], [0])
 
 
 @pytest.mark.parametrize("kernel", [False, True])

@@ -10,7 +10,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from datalens.errors import DatalensError
 from datalens.gpu import kernels_for
 
 Selector = Literal["norm", "dim", "none"]
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 # Rows are enforced in float32, so they are declared, and paid for, as this much longer than asked.
 ROUNDING = 1e-6
-_CPU_BYTES, _GPU_BYTES = 2**20, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
+_CPU_BYTES, _GPU_BYTES = 2**21, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,30 +119,28 @@ class NormTopK:
         threads = min(torch.get_num_threads(), max(1, count))
         cuts = [i * count // threads for i in range(threads + 1)]
         parts = [[g[begin:end] for g in flat] for begin, end in itertools.pairwise(cuts)]
-        if threads == 1:
-            return self._sum_few(parts[0])
         with ThreadPoolExecutor(threads) as pool:
             return np.sum(list(pool.map(self._sum_few, parts)), axis=0)
 
     def _sum_few(self, flat: list[np.ndarray]) -> np.ndarray:
-        """In blocks that stay in a cache, and in the same memory every time: new pages cost more than the work."""
+        """In blocks near the core, and in the same memory every time: new pages cost more than the work."""
         count, d, kind = len(flat[0]), sum(g.shape[1] for g in flat), flat[0].dtype
         total = np.zeros(d, dtype=kind)
         size = max(1, min(count, _CPU_BYTES // (4 * d)))
         block, sizes, kept = np.empty((size, d), kind), np.empty((size, d), kind), np.empty((size, d), bool)
+        among = d // 8
         for start in range(0, count, size):
             few = [g[start : start + size] for g in flat]
             rows = np.concatenate(few, axis=1, out=block[: len(few[0])])
             n = len(rows)
-            squares = _squared_norms(torch.from_numpy(rows)).numpy()
-            if not np.isfinite(squares).all():
-                rows[~np.isfinite(squares)] = 0.0
-                squares = np.where(np.isfinite(squares), squares, 0.0)
-            limits = find_limits(np.abs(rows, out=sizes[:n]), squares, self.topk)
-            rows *= np.greater(sizes[:n], limits[:, None], out=kept[:n])
-            measured = _squared_norms(torch.from_numpy(rows))
-            scale = bounded_scale(torch.from_numpy(squares), measured, clip=self.clip, bound=self.bound)
-            total += np.einsum("i,ij->j", scale.numpy().astype(kind), rows)
+            squares = _squares_by_numpy(rows)
+            wrong = ~np.isfinite(squares)
+            rows[wrong], squares[wrong] = 0.0, 0.0
+            limits, counts = find_limits(np.abs(rows, out=sizes[:n]), squares, self.topk, among)
+            among = 9 * int(counts.max()) // 8  # of the next block, which will be about like this one
+            rows *= np.greater(np.abs(rows, out=sizes[:n]), limits[:, None], out=kept[:n])
+            scale = bounded_scale(squares, _squares_by_numpy(rows), clip=self.clip, bound=self.bound)
+            total += np.einsum("i,ij->j", scale.astype(kind), rows)
         return total
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
@@ -151,56 +150,54 @@ class NormTopK:
             kept = torch.where(top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), rows, 0.0)
         else:
             kept = torch.where(rows.abs() > largest_dropped(rows, self.topk), rows, 0.0)
-        kept = torch.where(squares.isfinite().unsqueeze(1), kept, 0.0)  # NaN, or too large to square
+        finite = squares.isfinite()  # if not: NaN, or too large to square
+        kept, squares = torch.where(finite.unsqueeze(1), kept, 0.0), torch.where(finite, squares, 0.0)
         total += bounded_scale(squares, _squared_norms(kept), clip=self.clip, bound=self.bound).to(total.dtype) @ kept
 
 
-def bounded_scale(squares: Tensor, kept: Tensor, *, clip: float, bound: float) -> Tensor:
+def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float) -> Numbers:
     """By what each row is multiplied: clipped as it came, and then short enough whatever was kept of it. [n] float64
 
-    `squares`, `kept`: squared norms of the whole row and of what is added of it, [n] float64.
+    `squares`, `kept`: squared norms of the whole row and of what is added of it, [n] float64, finite.
     """
-    scale = (clip / squares.sqrt()).clamp(max=1.0)
-    length = kept.sqrt() * scale
-    scale = scale * (bound / length).clamp(max=1.0)
-    return torch.where(length > 0, scale, 0.0)  # where it is 0, or no number, there is nothing
+    scale = clip / (squares**0.5).clip(min=clip)
+    return scale * bound / (kept**0.5 * scale).clip(min=bound) * (kept > 0)  # too short to measure: nothing
 
 
-_EVERY, _FEWEST = 61, 2**12  # of a sample; not a power of two, in whose rhythm gradients of images repeat
-
-
-def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float) -> np.ndarray:
+def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, among: int) -> tuple[np.ndarray, np.ndarray]:
     """[n] per row of [n, d] sizes the smallest such that the squares of what is larger sum to at most k of all squares.
 
-    A sample says about how large that is; if it was wrong, a bound does: squares below (1 − k) of their mean always
-    go, since all of them together are less than what has to go. `whole`: the sums of squares, [n] float64.
+    And how many are larger, [n]. Found `among` so many of the largest or, where all of those stay, among four times as
+    many: a guess costs time, and changes nothing. `whole`: the sums of squares, [n] float64. Reorders `sizes`.
     """
     n, d = sizes.shape
-    floor = np.sqrt((1 - k) * whole / d) * (1 - 1e-4)
-    lowest = floor
-    if d >= _FEWEST:
-        sample = np.sort(sizes[:, ::_EVERY], axis=1)
-        small = np.cumsum(sample * sample, axis=1) < ((1 - k) * whole / _EVERY)[:, None]
-        lowest = np.maximum(floor, 0.85 * sample[np.arange(n), np.minimum(small.sum(axis=1), sample.shape[1] - 1)])
-    lowest = np.where(whole > 0, lowest, np.inf).astype(sizes.dtype)
-    at = np.flatnonzero(sizes >= lowest[:, None])
-    large = sizes.ravel()[at]
-    ends = np.searchsorted(at, np.arange(n + 1) * d)
-    limits = np.zeros(n, sizes.dtype)
-    for i, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
-        if whole[i] > 0:
-            limit = largest_that_goes(large[begin:end], k * whole[i])
-            if limit is None:
-                limit = largest_that_goes(sizes[i][sizes[i] >= floor[i]], k * whole[i])
-            limits[i] = -1.0 if limit is None else limit  # rounding: all of it may stay
-    return limits
+    m = min(max(among, 64), d)
+    sizes.partition(d - m, axis=1)
+    falling = np.sort(sizes[:, d - m :], axis=1)[:, ::-1]
+    kept = np.where(whole > 0, how_many_fit(falling, k * whole), 0)
+    limits = falling[np.arange(n), np.minimum(kept, m - 1)]
+    more = kept == m
+    if m == d:
+        limits[more] = -1.0  # rounding: all of it may stay
+    elif more.any():
+        limits[more], kept[more] = find_limits(sizes[more], whole[more], k, 4 * m)
+    return limits, kept
 
 
-def largest_that_goes(sizes: np.ndarray, most: float) -> float | None:
-    """The largest that is not kept where the largest squares are, up to a sum of `most`; None: all are."""
-    rising = np.sort(sizes)
-    kept = int(np.searchsorted(np.cumsum(np.square(rising[::-1], dtype=np.float64)), most, side="right"))
-    return float(rising[-1 - kept]) if kept < len(rising) else None
+def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """[n] how many of a row of [n, m], from the first on, have squares that sum to at most `most`, [n].
+
+    By groups, and then within one: numpy's cumsum is slow, and keeps the interpreter from other threads.
+    """
+    (n, m), each = falling.shape, np.arange(len(falling))
+    squares = np.empty((n, m // 64 + 1, 64))
+    np.square(falling, out=squares.reshape(n, -1)[:, :m], dtype=np.float64)
+    squares.reshape(n, -1)[:, m:] = np.inf  # what is not there does not fit
+    ends = np.cumsum(squares.sum(axis=2), axis=1)
+    groups = np.count_nonzero(ends <= most[:, None], axis=1)
+    before = np.where(groups > 0, ends[each, groups - 1], 0.0)
+    sums = before[:, None] + np.cumsum(squares[each, groups], axis=1)
+    return 64 * groups + np.count_nonzero(sums <= most[:, None], axis=1)
 
 
 def largest_dropped(rows: Tensor, k: float) -> Tensor:
@@ -229,11 +226,16 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
 
 def _squared_norms(rows: Tensor) -> Tensor:
     """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
+        return torch.from_numpy(_squares_by_numpy(rows.numpy()))
     whole = rows.shape[1] // 512 * 512
     parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
-    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
-        with np.errstate(over="ignore", invalid="ignore"):
-            lengths = np.vecdot(parts.numpy(), parts.numpy()).sum(axis=1, dtype=np.float64)
-            return torch.from_numpy(lengths + np.vecdot(rest.numpy(), rest.numpy()))
     norms = torch.linalg.vector_norm(parts, dim=2).to(torch.float64).square().sum(dim=1)
     return norms + torch.linalg.vector_norm(rest, dim=1).to(torch.float64).square()
+
+
+def _squares_by_numpy(rows: np.ndarray) -> np.ndarray:
+    whole = rows.shape[1] // 512 * 512
+    parts, rest = rows[:, :whole].reshape(len(rows), whole // 512, 512), rows[:, whole:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.vecdot(parts, parts).sum(axis=1, dtype=np.float64) + np.vecdot(rest, rest)
