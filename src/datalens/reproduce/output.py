@@ -104,29 +104,54 @@ def plot_bars(
     label: str = "accuracy on real test images",
     high: float | None = 1.15,
 ) -> None:
-    """Paper and ours side by side, for the cells we ran; and the best that others print, where a table has it."""
+    """Paper and ours side by side, for the cells we ran; and the best that others print, where a table has it.
+
+    A panel for each line of the paper's table, its methods one below the other.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     shown = [r for r in rows if r["ours"] is not None]
-    figure, axes = plt.subplots(figsize=(2.8 + 1.3 * min(len(shown), 48), 4.2), layout="constrained")
-    places = range(len(shown))
-    top = high or 1.15 * max([1.0, *(r["ours"] for r in shown), *(r["paper"] or 0 for r in shown)])
-    axes.bar([p - 0.2 for p in places], [r["paper"] or 0 for r in shown], 0.38, label="paper", color="#9aa5b1")
-    axes.bar(
-        [p + 0.2 for p in places], [r["ours"] for r in shown], 0.38, yerr=[r["std"] or 0 for r in shown],
-        label="ours", color="#2463b4",
+    panels = {row: [r for r in shown if r["row"] == row] for row in dict.fromkeys(r["row"] for r in shown)}
+    most = high or 1.15 * max([1.0, *(r["ours"] for r in shown), *(r["paper"] or 0 for r in shown)])
+    across = min(3, max(1, len(panels)))
+    down = max(1, -(-len(panels) // across))
+    lengths = [len(panel) for panel in panels.values()] or [1]
+    tallest = [
+        max(lengths[start : start + across]) for start in range(0, len(lengths), across)
+    ]  # in each line of panels
+    heights = [0.8 + 0.42 * length for length in tallest]
+    figure, axes = plt.subplots(
+        down, across, figsize=(5.2 * across, sum(heights) + 0.8), layout="constrained", squeeze=False,
+        gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
-    for p, r in zip(places, shown, strict=True):
-        axes.text(p + 0.2, r["ours"] + (r["std"] or 0) + 0.013 * top, f"{r['ours']:.2f}", ha="center", fontsize=8)
-        if r["paper"] is not None:
-            axes.text(p - 0.2, r["paper"] + 0.013 * top, f"{r['paper']:.2f}", ha="center", fontsize=8)
-    if best := {p + 0.2: r["best"] for p, r in zip(places, shown, strict=True) if r.get("best")}:
-        axes.plot(list(best), list(best.values()), "k_", markersize=30, label="best published")
-    axes.set_xticks(list(places), [f"{r['row']}\n{r['column']}" for r in shown], fontsize=8)
-    axes.set(ylim=(0, top), ylabel=label, title=title)
-    axes.legend(loc="upper right", frameon=False, ncols=3)
-    figure.savefig(path, dpi=130)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for number, (axis, (row, panel)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
+        axis.set_axis_on()
+        _bars(axis, panel, most)
+        axis.set(xlim=(0, most), ylim=(tallest[number // across] - 0.5, -0.5), title=row)
+    for axis in axes[-1]:
+        axis.set_xlabel(label)
+    if panels:
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", frameon=False, ncols=3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _bars(axes: Any, panel: list[dict[str, Any]], most: float) -> None:
+    """Lying, so that the names of methods can be read."""
+    places = range(len(panel))
+    ours, spread = [r["ours"] for r in panel], [r["std"] or 0 for r in panel]
+    axes.barh([p - 0.2 for p in places], [r["paper"] or 0 for r in panel], 0.38, label="paper", color="#9aa5b1")
+    axes.barh([p + 0.2 for p in places], ours, 0.38, xerr=spread, label="ours", color="#2463b4")
+    for p, r in zip(places, panel, strict=True):
+        axes.text(r["ours"] + (r["std"] or 0) + 0.01 * most, p + 0.2, f"{r['ours']:.2f}", va="center", fontsize=8)
+        if r["paper"] is not None:
+            axes.text(r["paper"] + 0.01 * most, p - 0.2, f"{r['paper']:.2f}", va="center", fontsize=8)
+    if best := {p + 0.2: r["best"] for p, r in zip(places, panel, strict=True) if r.get("best")}:
+        axes.plot(list(best.values()), list(best), "k|", markersize=14, label="best published")
+    axes.set_yticks(list(places), [r["column"] for r in panel], fontsize=8)
