@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datalens.released.release import load_generator
+
 TRAIN_KEYS = {
     *("run", "method", "epsilon", "epsilon_spent", "delta", "relation", "accountant"),
     *("steps", "queries", "sigma", "seconds", "private"),
@@ -347,6 +349,8 @@ def test_options_run_and_record_themselves(datalens, small, tmp_path, options, r
     datalens("train", *small, "--steps", 2, *options, "--out", out).succeeded()
     for settings in (settings_of(out), certificate_of(out)["settings"]):
         assert {name: settings[name] for name in recorded} == recorded
+    shown = 20 if "--basis-size" in options else 0  # the cosines that teachers voted on, and nothing else
+    assert load_generator(out / "release")[0].architecture.cosines == shown
     assert only_json(datalens("verify", out, "--json"))["ok"] is True
 
 

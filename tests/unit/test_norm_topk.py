@@ -171,8 +171,11 @@ def test_rows_that_are_no_numbers_add_nothing(selector: Selector) -> None:
 
 @pytest.mark.parametrize("selector", ["norm", "dim", "none"])
 def test_rows_too_short_to_measure_are_not_trusted(selector: Selector) -> None:
-    """Their squares are zero in float32; their lengths are not, and this clip norm is shorter still."""
-    assert longest(NormTopK(clip=1e-30, topk=0.5, selector=selector), heavy(3, 40).clamp(-9, 9) * 1e-25) <= 1.0
+    """Their squares are zero in float32; their lengths are not. A clip norm that is shorter still is refused."""
+    for size in (1e-25, 1e-18, 1e-11):
+        assert longest(NormTopK(clip=1e-12, topk=0.5, selector=selector), heavy(3, 40).clamp(-9, 9) * size) <= 1.0
+    with pytest.raises(DatalensError, match="at least 1e-12"):
+        NormTopK(clip=1e-30, topk=0.5, selector=selector)
 
 
 def test_k_1_is_opacus() -> None:

@@ -26,6 +26,7 @@ Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 # Rows are enforced in float32, so they are declared, and paid for, as this much longer than asked.
 ROUNDING = 1e-6
+LEAST_CLIP = 1e-12  # squares of much shorter rows are lost in float32, and with them their length
 _CPU_BYTES, _GPU_BYTES = 2**21, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
 
 
@@ -52,6 +53,8 @@ class NormTopK:
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:
             raise DatalensError(f"clip must be above 0, and finite, not {self.clip:g}")
+        if self.clip < LEAST_CLIP:
+            raise DatalensError(f"clip must be at least {LEAST_CLIP:g}: rows of {self.clip:g} cannot be measured")
         if not 0 < self.topk <= 1:
             raise DatalensError(f"topk is a fraction, above 0 and at most 1, not {self.topk:g}")
         if self.selector not in ("norm", "dim", "none"):

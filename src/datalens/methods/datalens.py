@@ -34,7 +34,7 @@ from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.released.decode import Decode, agreement
-from datalens.released.generator import dcgan_architecture
+from datalens.released.generator import can_show, dcgan_architecture
 from datalens.released.student import Student
 from datalens.runs import Run
 from datalens.settings import COMPRESSORS, Settings
@@ -60,7 +60,7 @@ def train(
             len(schema.classes),
             latent=s.latent,
             latent_law=s.latent_law,
-            cosines=s.basis_size if s.basis == "dct" and s.basis_size < schema.dimensions else 0,
+            cosines=shown_cosines(s, schema) if start is None else 0,
         ),
         batch=s.batch,
         gamma=s.gamma,
@@ -89,6 +89,13 @@ def train(
         agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
         run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise)
     return student
+
+
+def shown_cosines(settings: Settings, schema: Schema) -> int:
+    """Those that teachers vote on; 0: the whole image, where they vote on all of it, or on too many to keep apart."""
+    s = settings
+    some = s.basis == "dct" and s.basis_size < schema.dimensions and can_show(schema.shape, s.basis_size)
+    return s.basis_size if some else 0
 
 
 def gather(records: Records, settings: Settings, *, world: World) -> Shares:

@@ -161,8 +161,8 @@ class DataBudget:
         """What would be set aside for such a run, or why it cannot be. `final`: its gate charges the plan, no more."""
         if budget.relation != self.cap.relation:
             raise DatalensError(
-                f"{self.path.parent} counts {self.cap.relation} neighbours: add --relation {self.cap.relation}, or use "
-                "another --budget"
+                f"{self.path.parent} counts {self.cap.relation} neighbours, this run {budget.relation}: use --relation "
+                f"{self.cap.relation}, where the method has it, or another --budget"
             )
         if any(event.noise == "seeded" for event, _ in parts):
             raise DatalensError("--noise-seed is not private, so it has no place in a --budget: leave one of them out")

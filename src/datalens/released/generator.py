@@ -1,7 +1,6 @@
 """The student's network: a DC-GAN generator with labels, for any image size."""
 
 import copy
-import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +27,14 @@ class Architecture:
     cosines: int = 0  # of the lowest frequencies, which alone are shown; 0: all of the image
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        return fields if self.cosines else {name: value for name, value in fields.items() if name != "cosines"}
+
+
+def can_show(shape: tuple[int, int, int], cosines: int) -> bool:
+    """Whether so many cosines can be kept apart from the rest of an image: their matrix must not be large."""
+    channels, height, width = shape
+    return cosines == 0 or (cosines > 0 and height * width <= 2**20 and cosines * channels * height * width <= 2**24)
 
 
 def dcgan_architecture(
@@ -69,6 +75,7 @@ class Generator(nn.Module):
             for width_in, width_out in zip(a.widths, outputs, strict=True)
         )
         self.norm = nn.ModuleList(nn.BatchNorm2d(width_out) for width_out in outputs[:-1])
+        self._shown: Basis | None = None
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
         one_hot = F.one_hot(labels, self.architecture.classes).to(z.dtype)
@@ -86,11 +93,15 @@ class Generator(nn.Module):
         if not self.architecture.cosines:
             return x
         # Teachers speak of these cosines only: what the layers leave in the others, a grid, nobody asked for.
-        return (self.shown.inverse(self.shown.forward(x - 0.5)) + 0.5).clamp(0, 1)
+        shown = self.shown(x.device)
+        return (shown.inverse(shown.forward(x - 0.5)) + 0.5).clamp(0, 1)
 
-    @functools.cached_property
-    def shown(self) -> Basis:
-        return make_basis("dct", self.architecture.shape, self.architecture.cosines)
+    def shown(self, device: torch.device) -> Basis:
+        """The cosines, on this device; made once."""
+        if self._shown is None or self._shown.rows is None or self._shown.rows.device != device:
+            basis = make_basis("dct", self.architecture.shape, self.architecture.cosines)
+            self._shown = replace(basis, rows=None if basis.rows is None else basis.rows.to(device))
+        return self._shown
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
         """One image a label, from latents drawn on the CPU."""

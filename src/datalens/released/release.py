@@ -22,14 +22,14 @@ from datalens.progress import bar
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.classifier import Classifier
-from datalens.released.generator import Architecture, Generator, recalibrated
+from datalens.released.generator import Architecture, Generator, can_show, recalibrated
 from datalens.released.moments import MomentModel, Start
 from datalens.released.synthetic import SyntheticDataset, grid
 from datalens.settings import AnySettings, SgdSettings
 from datalens.texture import Texture
 
 # Of a generator that is read: far above any that is written.
-MOST_PIXELS, MOST_LAYERS, MOST_STEPS, MOST_NUMBERS = 2**24, 12, 1000, 2**28
+MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
 
 AnyGenerator = Generator | MomentModel
 
@@ -161,11 +161,14 @@ def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
 
 def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Generator:
     """The generator with these weights. Built without memory first: a description may name any size."""
-    channels, height, width = architecture.shape
+    a = architecture
+    if any(type(n) is not int for n in (*a.shape, *a.widths, a.classes, a.latent, a.dense, a.cosines)):
+        raise ValueError("sizes are whole numbers")
+    channels, height, width = a.shape
     pixels = channels * height * width
-    if min(architecture.shape) < 1 or pixels > MOST_PIXELS or len(architecture.widths) > MOST_LAYERS:
+    if min(a.shape) < 1 or pixels > MOST_PIXELS or len(a.widths) > MOST_LAYERS:
         raise ValueError("no generator of ours makes images like that")
-    if not 0 <= architecture.cosines * pixels <= MOST_NUMBERS:
+    if not can_show(a.shape, a.cosines):
         raise ValueError("no generator of ours shows so many cosines")
     with torch.device("meta"):
         generator = Generator(architecture)
