@@ -152,6 +152,12 @@ def test_cosines_of_colour_images_are_shared_by_the_channels() -> None:
     assert torch.allclose(constant.flatten(2).std(dim=2), torch.zeros(3, 3), atol=1e-7)
 
 
+@pytest.mark.parametrize(("epsilon", "batch"), [(0.3, 15), (1.0, 15), (2.7, 30), (4.0, 60), (10.0, 60), (math.inf, 60)])
+def test_a_larger_budget_buys_more_images_a_step(epsilon: float, batch: int) -> None:
+    assert plan(epsilon=epsilon)[1].batch == batch
+    assert plan(epsilon=epsilon, batch=7)[1].batch == 7
+
+
 def test_the_default_is_exact_and_add_remove() -> None:
     budget, made = plan()
     assert budget == Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")

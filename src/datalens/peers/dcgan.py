@@ -68,5 +68,5 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         "average": 0.999,
     }
     if preset == "quick":
-        values |= {"steps": 1500, "rate": 1e-3, "width": 16, "slim": 4, "average": 0.99}
+        values |= {"steps": 800, "rate": 1e-3, "width": 16, "slim": 4, "average": 0.99}
     return DcganSettings(**common(options, preset), **(values | asked(options, "steps", "batch")))
