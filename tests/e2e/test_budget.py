@@ -136,7 +136,7 @@ def test_bad_options(datalens: Call, small: tuple[str, ...], budget: Path, tmp_p
     assert "datalens budget" in datalens("budget", tmp_path / "n").refused()
     run = ("train", *small, "--steps", 2, "--out", tmp_path / "a", "--budget")
     assert "has no budget.jsonl" in datalens(*run, tmp_path / "n").refused()
-    assert "add --relation add-remove" in datalens(*run, budget, "--relation", "replace-one").refused()
+    assert "use --relation add-remove" in datalens(*run, budget, "--relation", "replace-one").refused()
     assert "--noise-seed is not private" in datalens(*run, budget, "--noise-seed", 1).refused()
     datalens("budget", budget, "--data", "faces.npz").succeeded()
     assert "`datalens budget" in datalens(*run, budget).refused()

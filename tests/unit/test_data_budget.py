@@ -231,7 +231,7 @@ def test_a_plan_that_is_final_reserves_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"relation": "replace-one"}, "add --relation add-remove"),
+        ({"relation": "replace-one"}, "use --relation add-remove"),
         ({"parts": [(gaussian(9.0, noise="seeded"), 1)]}, "--noise-seed is not private"),
         ({"data": "cars"}, "is the budget of faces, not of cars"),
         ({"unit": "one person"}, "protects one image, this run one person: use the same --record-id"),

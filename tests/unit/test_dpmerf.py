@@ -104,7 +104,8 @@ def test_the_generator_comes_to_match() -> None:
     fourier = Fourier(SHAPE, 200, seed=0)
     target = read_embedding(released(pool(images), fourier, sigma=10.0), grid=GRID, counted=COUNTED)
     shape = Architecture(shape=SHAPE, classes=3, latent=4, latent_law="normal", dense=16, widths=(8, 8))
-    made = fit(Generator(shape), target, fourier, steps=60, batch=8, rate=0.02, seed=0).eval()
+    torch.manual_seed(0)  # the first weights; the noise is nobody's to choose
+    made = fit(Generator(shape), target, fourier, steps=150, batch=8, rate=0.02, seed=0).eval()
     with torch.no_grad():
         drawn = made.images(torch.tensor([0] * 10 + [1] * 10), torch.Generator().manual_seed(0))
     assert float(drawn[:10].mean()) > 0.75
