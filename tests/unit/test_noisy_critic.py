@@ -1,6 +1,7 @@
 """A critic that learns by DP-SGD: per-example gradients, whose rows they are, and what is done with a noisy sum."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.func import functional_call, grad, vmap
 
+from datalens.bounded import norm_topk
 from datalens.bounded.norm_topk import NormTopK
+from datalens.config import TrainOptions
 from datalens.critics import Critic, example_gradients, initialise_critic
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
 from datalens.learner import Learner
+from datalens.peers import noisy_critic
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise
@@ -71,6 +76,15 @@ def test_a_record_adds_its_own_row_whoever_is_beside_it() -> None:
         alone = exactly(sum_gradients(made, pool(), torch.tensor([gone]), torch.neg, ROWS))
         torch.testing.assert_close(whole - less, alone, rtol=1e-3, atol=1e-5)
         assert 0.4 < float(alone.norm()) <= ROWS.l2_bound
+
+
+def test_the_plan_knows_what_rows_are_like() -> None:
+    """The same constants, which a plan cannot afford to import; a clip norm that rows would refuse is refused there."""
+    assert (noisy_critic.ROUNDING, noisy_critic.LEAST_CLIP) == (norm_topk.ROUNDING, norm_topk.LEAST_CLIP)
+    budget = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="rdp-improved")
+    options = TrainOptions(out=Path("run"), data="own", method="dpgan", clip=norm_topk.LEAST_CLIP / 2)
+    with pytest.raises(DatalensError, match="--clip must be at least 1e-12"):
+        noisy_critic.plan(options, "quick", SCHEMA, budget)
 
 
 def test_nobody_adds_nothing() -> None:

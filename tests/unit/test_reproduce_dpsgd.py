@@ -96,15 +96,16 @@ def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     first = dpsgd.candidates("mnist", 0.2, 0.8, "norm", mode)[0]
     (theirs,) = dpsgd.printed("mnist", 0.2, 0.8, "norm")
     second = dpsgd.replace(first, clip=0.7, rate=3)  # of no grid
-    lab.all([(second, seed) for seed in (0, 1, 2)] + [(dpsgd.replace(first, held_out=True), 1000), (theirs, 0)])
-    assert set(lab.kept()) == {second, dpsgd.replace(first, held_out=True), theirs}
+    lab.all([(second, seed) for seed in (0, 1, 2)] + [(dpsgd.replace(first, held_out=True), 1000), (first, 0)])
+    lab.all([(theirs, seed) for seed in (0, 1, 2, 3)])
+    assert set(lab.kept()) == {first, second, dpsgd.replace(first, held_out=True), theirs}
     pretended.clear()
     found = harness.reproduce("table8", full=True, out=tmp_path / "shown", device="cpu", stored=tmp_path / "kept")
     assert not pretended
     shown = [row for row in found["rows"] if row["ours"] is not None]
     assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.2", "TopAgg norm k=0.8", 3)]
     assert shown[0]["ours"] == pytest.approx(89.1) and (shown[0]["clip"], shown[0]["last"]) == (second.clip, 85.0)
-    assert shown[0]["at_printed"] == pytest.approx(86.4)
+    assert shown[0]["at_printed"] == pytest.approx(86.55)  # four seeds of the paper's setting are not ours for that
     assert Path(found["plot"]).exists() and "not run" in Path(found["markdown"]).read_text(encoding="utf-8")
     (tmp_path / "none").mkdir()
     with pytest.raises(DatalensError, match="no trainings"):

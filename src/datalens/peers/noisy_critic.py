@@ -14,7 +14,8 @@ from datalens.privacy.accountant import calibrate_event
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget
 
-ROUNDING = 1e-6  # rows are enforced in float32, and paid for as this much longer (see `bounded.norm_topk`)
+# Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
+ROUNDING, LEAST_CLIP = 1e-6, 1e-12  # as in `bounded.norm_topk`, which takes too long to import for a plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class NoisyCriticSettings(PeerSettings):
     def check(self, schema: Schema) -> None:
         if not 0 < self.rate <= 1 or self.fakes < 2:
             raise DatalensError("--batch must be at most the nominal number of records")
-        if not 0 < self.clip < 1e6:
-            raise DatalensError(f"--clip must be above 0, and finite, not {self.clip:g}")
+        if not LEAST_CLIP <= self.clip < 1e6:
+            raise DatalensError(f"--clip must be at least {LEAST_CLIP:g}, and below a million, not {self.clip:g}")
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         event = _event(self.sigma, self.as_dict(), seeded=self.noise_seeded)

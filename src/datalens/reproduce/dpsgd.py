@@ -139,11 +139,13 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
     )
     kept = {} if lab.trains else lab.all((s, seed) for found in choices.values() for s in found for seed in mode.seeds)
 
-    def score(s: Setting) -> tuple[int, float]:
-        """On records held out of training: the test set chooses nothing. Of what is kept, what has most seeds."""
+    def score(s: Setting) -> tuple[bool, int, float]:
+        """On records held out of training: the test set chooses nothing. Of what is kept, ours with most seeds."""
         asked = replace(s, held_out=True)
         shares = [tried[asked, seed]["averaged"] for seed in _SEARCH_SEEDS if (asked, seed) in tried]
-        return sum(key[0] == s for key in kept), statistics.mean(shares) if shares else 0.0
+        seeds = sum(key[0] == s for key in kept)
+        ours = s not in printed(s.data, s.epsilon, s.k, "dim" if s.selector == "dim" else "norm")
+        return seeds > 0, seeds * ours, statistics.mean(shares) if shares else 0.0
 
     best = {cell: max(found, key=score) for cell, found in choices.items() if found}
     done = kept or lab.all((s, seed) for s in best.values() for seed in mode.seeds)
