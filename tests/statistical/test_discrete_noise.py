@@ -49,6 +49,6 @@ def test_other_laws_are_told_apart() -> None:
     assert not follows(np.rint(0.8 * normal).astype(np.int64), 0.8)
     assert not follows(np.trunc(3.0 * normal).astype(np.int64), 3.0)
     exact = ExactNoise(3.0).integers(DRAWS)
-    assert not follows(ExactNoise(2.85).integers(DRAWS), 3.0)
+    assert not follows(ExactNoise(2.85).integers(4 * DRAWS), 3.0)  # with fewer, chance hides it now and then
     assert not follows(np.clip(exact, -6, 6), 3.0)
     assert not follows(exact + 1, 3.0)
