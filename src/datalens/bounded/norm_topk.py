@@ -27,7 +27,7 @@ Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 # Rows are enforced in float32, so they are declared, and paid for, as this much longer than asked.
 ROUNDING = 1e-6
 LEAST_CLIP = 1e-12  # squares of much shorter rows are lost in float32, and with them their length
-_CPU_BYTES, _GPU_BYTES = 2**21, 2**24  # of the rows looked at together: in a CPU's cache, or busy on a GPU
+_CPU_BYTES, _GPU_BYTES = 2**21, 2**25  # of the rows looked at together: in a CPU's cache, or busy on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +147,16 @@ class NormTopK:
         return total
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
-        """Dense: [n, d] rows with what is not kept set to zero."""
+        """[n, d]; what is not kept is set to zero where it lies, for memory's sake."""
         squares = _squared_norms(rows)
-        if self.selector == "dim":
-            kept = torch.where(top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), rows, 0.0)
-        else:
-            kept = torch.where(rows.abs() > largest_dropped(rows, self.topk), rows, 0.0)
         finite = squares.isfinite()  # if not: NaN, or too large to square
-        kept, squares = torch.where(finite.unsqueeze(1), kept, 0.0), torch.where(finite, squares, 0.0)
-        total += bounded_scale(squares, _squared_norms(kept), clip=self.clip, bound=self.bound).to(total.dtype) @ kept
+        squares = torch.where(finite, squares, 0.0)
+        rows.masked_fill_(~finite.unsqueeze(1), 0.0)
+        if self.selector == "dim":
+            rows.masked_fill_(~top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), 0.0)
+        else:
+            rows.masked_fill_(rows.abs() <= largest_dropped(rows, self.topk), 0.0)
+        total += bounded_scale(squares, _squared_norms(rows), clip=self.clip, bound=self.bound).to(total.dtype) @ rows
 
 
 def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float) -> Numbers:

@@ -109,9 +109,9 @@ class GradientGate:
         self.left -= 1  # before any noise exists
         event = self.ledger.events[self._number]
         assert isinstance(event, SubsampledGaussianEvent)
-        total = contributions.private_total.cpu().numpy()
-        noise = event.sigma * self.noise.standard_normal(total.size).reshape(total.shape)
-        return Released(value=total.astype(np.float64) + noise, event=event, number=self._number)
+        total = contributions.private_total  # a GPU may still be at work on it
+        noise = event.sigma * self.noise.standard_normal(total.numel()).reshape(total.shape)
+        return Released(value=total.cpu().numpy().astype(np.float64) + noise, event=event, number=self._number)
 
     def _charge(self) -> None:
         rest = self.schedule.steps - self.charged
