@@ -55,7 +55,8 @@ def _markdown(lines: list[Line]) -> str:
     ]
     for r in lines:
         paper = "—" if r["paper"] is None else f"{r['paper']:.2f} ± {r['paper_spread']:.2f}"
-        ours = "—" if r["ours"] is None else f"{r['ours']:.2f} ± {r['spread']:.2f} ({r['seeds']})"
+        spread = f"± {r['spread']:.2f} ({r['seeds']})" if r["seeds"] > 1 else "(1)"
+        ours = "—" if r["ours"] is None else f"{r['ours']:.2f} {spread}"
         difference = "—" if r["difference"] is None else f"{r['difference']:+.2f}"
         mean = "—" if r["last"] is None else f"{r['last']:.2f}"
         same = "—" if r["at_printed"] is None else f"{r['at_printed']:.2f} ± {r['at_printed_spread']:.2f}"
@@ -109,6 +110,9 @@ def _plot(name: str, lines: list[Line], path: Path) -> None:
         place.set(
             title=title, xlabel="ε (δ = 1e-05, add-remove; prv, DPDL: moments)", ylabel="accuracy, %", xscale="log"
         )
+        shown = sorted({epsilon(r) for r in rows})
+        place.set_xticks(shown, [f"{e:g}" for e in shown], fontsize=8)
+        place.minorticks_off()
         place.legend(frameon=False, fontsize=7, loc="lower right")
     figure.suptitle(f"{TITLES[name]}: ours (lines), the paper's (crosses)", fontsize=9)
     figure.savefig(path, dpi=130)
