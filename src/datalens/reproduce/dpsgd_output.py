@@ -96,11 +96,12 @@ def _plot(name: str, lines: list[Line], path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(max(7.0, 5.2 * len(panels)), 4.2), layout="constrained", squeeze=False
     )
+    columns = list(dict.fromkeys(r["column"] for _, rows in panels for r in rows))
     for place, (title, rows) in zip(axes[0], panels, strict=True):
-        for number, column in enumerate(dict.fromkeys(r["column"] for r in rows)):
+        for column in dict.fromkeys(r["column"] for r in rows):
             own = sorted((r for r in rows if r["column"] == column), key=epsilon)
             at = [epsilon(r) for r in own]
-            colour = f"C{number}"
+            colour = f"C{columns.index(column)}"  # the same in every panel
             place.errorbar(
                 at, [r["ours"] for r in own], [r["spread"] for r in own], fmt="o-", ms=3, color=colour, label=column
             )
