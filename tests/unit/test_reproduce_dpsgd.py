@@ -85,7 +85,7 @@ def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any]
     assert figure is not None and len(figure.runs) == 10
     assert all(s.held_out == (seed >= 1000) for s, seed in pretended)  # the test set chooses nothing
     tried = {(s.clip, s.rate) for s, seed in pretended if seed >= 1000}
-    assert tried == {(10, 0.1), (0.3, 6.0), (0.3, 12.0)}
+    assert tried == {(10, 0.1), (0.3, 6.0), (0.3, 12.0), (8.0, 0.6)}
     assert {seed for s, seed in pretended if s == figure.setting and seed < 1000} == set(range(10))
     theirs = dpsgd.as_printed(lab, mode, [cell])[cell]
     assert theirs is not None and theirs.setting.clip == 10
