@@ -197,6 +197,27 @@ def test_frozen_layers_and_parameter_groups() -> None:
     assert not torch.equal(model[2].weight, changed)  # type: ignore[index]
 
 
+def test_noise_is_as_fine_as_the_parameter_it_is_for() -> None:
+    """However coarse the first one is."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.coarse, self.fine = nn.Linear(6, 5).to(torch.bfloat16), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fine(self.coarse(x.to(torch.bfloat16)).float())
+
+    model = Mixed()
+    made, optimizer, loader = private(model)
+    x, y = next(iter(loader))
+    F.cross_entropy(made(x), y).backward()
+    optimizer.step()
+    found = model.fine.weight.grad
+    assert found is not None and model.coarse.weight.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert not torch.equal(found, found.to(torch.bfloat16).float())
+
+
 def test_a_ledger_on_disk_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     made = private(ledger=path)

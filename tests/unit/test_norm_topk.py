@@ -275,3 +275,12 @@ def test_the_kernel_finds_the_limit() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = heavy(3, 5000)
     torch.testing.assert_close(on_gpu(rows.to(device), 0.7).cpu(), largest_dropped(rows, 0.7), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("selector", ["norm", "dim", "none"])
+def test_gradients_stay_as_they_are(selector: norm_topk.Selector) -> None:
+    """Rows are cut down in a copy: one parameter alone, whose gradients need not be put together, is the hard case."""
+    gradients = heavy(5, 700)
+    before = gradients.clone()
+    NormTopK(clip=1.0, topk=0.5, selector=selector).sum([gradients])
+    assert torch.equal(gradients, before)

@@ -10,6 +10,7 @@ is Opacus's PRV price of the steps.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -233,7 +234,9 @@ class PrivateOptimizer(DPOptimizer):
         released = self.gate.release(self._sum)
         self._sum = None
         self.taken += 1
-        noisy = torch.from_numpy(released.value[0]).to(self.params[0])  # on a GPU at once: each trip takes its time
+        widest = functools.reduce(torch.promote_types, (p.dtype for p in self.params))
+        # At once: each trip to a GPU takes its time.
+        noisy = torch.from_numpy(released.value[0]).to(device=self.params[0].device, dtype=widest)
         for p, part in zip(self.params, noisy.split([p.numel() for p in self.params]), strict=True):
             p.grad = part.view_as(p).to(p)
 

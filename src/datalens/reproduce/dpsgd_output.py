@@ -59,7 +59,8 @@ def _markdown(lines: list[Line]) -> str:
         ours = "—" if r["ours"] is None else f"{r['ours']:.2f} {spread}"
         difference = "—" if r["difference"] is None else f"{r['difference']:+.2f}"
         mean = "—" if r["last"] is None else f"{r['last']:.2f}"
-        same = "—" if r["at_printed"] is None else f"{r['at_printed']:.2f} ± {r['at_printed_spread']:.2f}"
+        varied = f" ± {r['at_printed_spread']:.2f}" if r["at_printed_spread"] else ""
+        same = "—" if r["at_printed"] is None else f"{r['at_printed']:.2f}{varied}"
         cost = "—"
         if r["epsilon_spent"] is not None:
             cost = f"{float(r['epsilon_spent']):.4g}, {r['delta']:g}, {r['relation']}, {r['accountant']}"
