@@ -33,11 +33,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+PRICES = (
+    *("unit/test_discrete_price.py", "golden/test_golden_budget.py", "unit/test_three_accountants.py"),
+    *("unit/test_accountant.py", "unit/test_one_of_many.py", "unit/test_gradient_gate.py", "unit/test_votes.py"),
+    "unit/test_survivors.py",
+)
 # Module → its tests. They run in the order of what they have killed and how long they take.
 TESTS: dict[str, tuple[str, ...]] = {
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
     "bounded/outer.py": ("unit/test_outer.py", "unit/test_record_moments.py", "unit/test_survivors.py"),
     "bounded/topk_sign.py": ("unit/test_topk_sign.py", "unit/test_contributions.py", "unit/test_survivors.py"),
+    "bounded/ballots.py": ("unit/test_votes.py",),
+    "bounded/clip.py": ("unit/test_one_of_many.py",),
+    "bounded/count_sketch.py": ("unit/test_compressors.py",),
+    "bounded/klevel.py": ("unit/test_compressors.py",),
+    "bounded/norm_topk.py": ("unit/test_norm_topk.py", "unit/test_gradient_gate.py", "unit/test_noisy_critic.py"),
+    "bounded/persons.py": ("unit/test_person_gradients.py",),
     "bounded/third_party.py": ("unit/test_third_party.py",),
     "bounded/kernels.py": (
         "unit/test_kernels.py::test_votes_are_bit_for_bit_those_of_the_torch_code",
@@ -50,6 +61,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("statistical/test_discrete_noise.py", "unit/test_survivors.py", "unit/test_third_party.py"),
     ),
     "privacy/budget.py": ("unit/test_data_budget.py",),
+    "privacy/reserve.py": ("unit/test_data_budget.py",),
+    "privacy/dpsgd.py": ("unit/test_gradient_gate.py", "unit/test_noisy_critic.py", "unit/test_sgd_rules.py"),
+    "privacy/one_of_many.py": ("unit/test_one_of_many.py",),
+    "privacy/responses.py": ("unit/test_votes.py",),
     "privacy/noise.py": (
         *("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
         "unit/test_survivors.py",
@@ -60,10 +75,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_three_accountants.py",
     ),
     "privacy/ledger.py": ("unit/test_ledger.py", "unit/test_survivors.py", "unit/test_journal.py"),
-    "privacy/accountant.py": (
-        *("unit/test_discrete_price.py", "golden/test_golden_budget.py", "unit/test_three_accountants.py"),
-        *("unit/test_accountant.py", "unit/test_survivors.py"),
-    ),
+    "privacy/curves.py": PRICES,
+    "privacy/tables.py": PRICES,
+    "privacy/accountant.py": PRICES,
+    "privacy/calibration.py": PRICES,
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
     "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
 }

@@ -20,8 +20,9 @@ HEAD = """# Results
 Made by `python tools/results.py` from the cells in `docs/results/`: one JSON file each, with settings, versions, ε, δ,
 relation, accountant and the hash of the certificate. `datalens reproduce NAME --full --from docs/results` makes one
 table from them; without `--from`, what is missing is run. `datalens reproduce all --quick` runs a small, labelled
-version of everything: about half an hour on two cores, by estimate; it has not been timed as a whole yet. Accuracies,
-scores and distances are measured on real data: not covered by ε. No setting was chosen on test data.
+version of everything but the rows of CelebA and Places365: 17 minutes on two idle cores (16 min 45 s on 2026-11-16,
+with the data sets at hand and nothing else). Accuracies, scores and distances are measured on real data: not covered
+by ε. No setting was chosen on test data.
 
 Elsewhere: what our default reaches, and how, in [utility.md](utility.md); DP-SGD (tables 8 to 11, figure 3) in
 [dpsgd.md](dpsgd.md); seconds per epoch (table 6, running time) in [benchmarks.md](benchmarks.md); Theorem 6 in

@@ -4,14 +4,8 @@ import math
 from typing import Any
 
 from datalens.errors import DatalensError
-from datalens.privacy.accountant import (
-    Accountant,
-    AccountantName,
-    calibrate_sigma,
-    calibrate_steps,
-    side_by_side,
-    topagg_event,
-)
+from datalens.privacy.accountant import Accountant, AccountantName, side_by_side
+from datalens.privacy.calibration import calibrate_sigma, calibrate_steps, topagg_event
 from datalens.privacy.events import NoiseLaw
 from datalens.privacy.ledger import json_number
 

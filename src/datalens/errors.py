@@ -24,3 +24,7 @@ class TamperedError(DatalensError):
 
 class SaidElsewhere(DatalensError):
     """The process that leads the run says it: this one, another rank of it, ends with the same code and no word."""
+
+
+class UnpriceableEvent(DatalensError):
+    """An accountant met an event it does not understand, and refuses to guess."""

@@ -10,7 +10,8 @@ from datalens.errors import BudgetExceeded, DatalensError
 from datalens.peers.table import METHODS, is_peer, make_peer_plan, method_named
 from datalens.plugins import compressor, mechanism, named
 from datalens.presets import HIDDEN, PRESETS, preset
-from datalens.privacy.accountant import MOST_NOISE, calibrate_sigma, calibrate_steps
+from datalens.privacy.calibration import calibrate_sigma, calibrate_steps
+from datalens.privacy.events import MOST_NOISE
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
 from datalens.settings import (

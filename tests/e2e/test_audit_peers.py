@@ -34,7 +34,7 @@ def test_the_attack_is_not_blind(result) -> None:
 
 @pytest.mark.parametrize(("mu", "epsilon"), [(1.0, 1.0), (0.3, 1.0), (3.0, 8.0)])
 def test_a_bound_is_under_the_truth_and_not_far(mu: float, epsilon: float) -> None:
-    from datalens.privacy.accountant import exact_epsilon
+    from datalens.privacy.curves import exact_epsilon
 
     luck = np.random.default_rng(0)
     worlds = (luck.normal(centre, mu, 20_000) for centre in (-mu * mu / 2, mu * mu / 2))

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from datalens.account import account
-from datalens.privacy.accountant import Accountant, AccountantName, calibrate_steps, exact_epsilon, gaussian_delta
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.calibration import calibrate_steps
+from datalens.privacy.curves import exact_epsilon, gaussian_delta
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 

@@ -30,7 +30,8 @@ from datalens.codes import Rotation, Sketch
 from datalens.datasets.schema import Schema
 from datalens.evaluate.audit import make_mechanism
 from datalens.privacy import audit
-from datalens.privacy.accountant import Accountant, calibrate_sigma
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import confident_check
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import ConfidentGNMax, LaplaceVote

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datalens.account import account
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.privacy import accountant as accountant_module
+from datalens.privacy import tables
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import GaussianEvent
 
@@ -21,7 +21,7 @@ NAMES: tuple[AccountantName, ...] = ("exact", "rdp")
 def no_pld() -> Iterator[None]:
     """It is shown beside the others, takes most of the time, and has tests of its own (test_three_accountants)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accountant_module, "_pld_epsilon", lambda parts, delta, chosen=(): math.inf)
+        patch.setattr(tables, "pld_composed", lambda parts, delta, chosen=(): math.inf)
         yield
 
 

@@ -9,19 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.errors import BudgetExceeded, DatalensError
+from datalens.errors import BudgetExceeded, DatalensError, UnpriceableEvent
 from datalens.privacy import accountant as accountant_module
-from datalens.privacy.accountant import (
-    PAPER_ORDERS,
-    Accountant,
-    AccountantName,
-    UnpriceableEvent,
-    calibrate_sigma,
-    calibrate_steps,
-    exact_epsilon,
-    gaussian_delta,
-    rdp_epsilon,
-)
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.calibration import calibrate_sigma, calibrate_steps
+from datalens.privacy.curves import PAPER_ORDERS, exact_epsilon, gaussian_delta, rdp_epsilon
 from datalens.privacy.events import GaussianEvent, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger
 

@@ -10,8 +10,8 @@ from scipy.stats import binom, norm
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.errors import DatalensError
 from datalens.privacy import audit
-from datalens.privacy.accountant import exact_epsilon
 from datalens.privacy.audit import Errors, Neighbours, Plan, count_errors, one_run_epsilon, one_run_p_value
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SeededNoise

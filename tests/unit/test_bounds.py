@@ -14,7 +14,6 @@ from scipy.stats import norm
 import datalens
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.privacy import bounds
-from datalens.privacy.accountant import rdp_epsilon
 from datalens.privacy.bounds import (
     ORDERS,
     analyse,
@@ -31,6 +30,7 @@ from datalens.privacy.bounds import (
     theorem4,
     topagg_rdp,
 )
+from datalens.privacy.curves import rdp_epsilon
 from datalens.privacy.events import GaussianEvent
 
 SOURCE = Path(datalens.__file__).parent

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
-from datalens.errors import DatalensError, TamperedError
+from datalens.errors import DatalensError, TamperedError, UnpriceableEvent
 from datalens.pages import REPORT, sealed
 from datalens.plan import make_plan
-from datalens.privacy.accountant import ACCOUNTANTS, SAMPLED_ONLY, Accountant, UnpriceableEvent
+from datalens.privacy.accountant import ACCOUNTANTS, SAMPLED_ONLY, Accountant
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import ExactNoise, IntegerNoise, NoiseSource, SecureNoise, SeededNoise

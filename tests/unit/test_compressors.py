@@ -22,7 +22,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.methods.datalens import make_compress, make_decode
 from datalens.plan import check_settings, topagg_plan
-from datalens.privacy.accountant import exact_epsilon
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum

@@ -12,8 +12,9 @@ import pytest
 
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.privacy import budget as module
-from datalens.privacy.accountant import Accountant, AccountantName, exact_epsilon
+from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.budget import FILE, Cap, DataBudget, most_charged, price
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import (
     Charge,
     DiscreteGaussianEvent,

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.errors import BudgetExceeded
-from datalens.privacy.accountant import (
-    Accountant,
-    AccountantName,
-    UnpriceableEvent,
-    calibrate_sigma,
-    calibrate_steps,
-    exact_epsilon,
-    gaussian_delta,
-    side_by_side,
-    topagg_event,
-    zcdp_epsilon,
-)
+from datalens.errors import BudgetExceeded, UnpriceableEvent
+from datalens.privacy.accountant import Accountant, AccountantName, side_by_side
+from datalens.privacy.calibration import calibrate_sigma, calibrate_steps, topagg_event
+from datalens.privacy.curves import exact_epsilon, gaussian_delta, zcdp_epsilon
 from datalens.privacy.events import (
     CLOSENESS,
     LEAST_SMOOTH,

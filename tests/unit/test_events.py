@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.errors import TamperedError
-from datalens.privacy.accountant import Accountant, UnpriceableEvent
+from datalens.errors import TamperedError, UnpriceableEvent
+from datalens.privacy.accountant import Accountant
 from datalens.privacy.events import GaussianEvent, UnknownEvent, parse_event
 
 GOOD: dict[str, Any] = {

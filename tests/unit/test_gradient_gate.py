@@ -11,9 +11,9 @@ from scipy import stats
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.norm_topk import ROUNDING, NormTopK
-from datalens.errors import BudgetExceeded, DatalensError, TamperedError
-from datalens.privacy import accountant as pricing
-from datalens.privacy.accountant import Accountant, UnpriceableEvent, side_by_side
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
+from datalens.privacy import curves, tables
+from datalens.privacy.accountant import Accountant, side_by_side
 from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps, poisson_sample
 from datalens.privacy.events import GaussianEvent, SubsampledGaussianEvent, parse_event
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
@@ -164,7 +164,7 @@ def test_an_event_happened_at_least_once() -> None:
 
 
 def noise_is_right(values: np.ndarray, sigma: float) -> bool:
-    return stats.kstest(values / sigma, "norm").pvalue > 1e-4
+    return stats.kstest(values / sigma, "norm").pvalue > 1e-6
 
 
 @pytest.mark.parametrize("noise", [SecureNoise(), SeededNoise(1)])
@@ -250,7 +250,7 @@ def test_sampling_everybody_is_not_sampling() -> None:
 
 
 def test_rdp_of_sampling_everybody() -> None:
-    assert pricing.subsampled_rdp(0.5, 1.0, 4.0) == 4.0 * 0.25 / 2
+    assert curves.subsampled_rdp(0.5, 1.0, 4.0) == 4.0 * 0.25 / 2
 
 
 def test_moments_are_abadis() -> None:
@@ -294,7 +294,7 @@ def test_prv_knows_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
             return math.nan
 
     for twin in (Broken, Nameless):
-        pricing._prv_epsilon.cache_clear()
+        tables.prv_composed.cache_clear()
         monkeypatch.setattr(opacus.accountants, "PRVAccountant", twin)
         with pytest.raises(UnpriceableEvent, match="no price"):
             prv.price([(event, 1)], 1e-5)

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
-from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
 from datalens.privacy import ledger as ledger_module
-from datalens.privacy.accountant import UnpriceableEvent
 from datalens.privacy.events import GaussianEvent, NoiseOrigin, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger
 from datalens.privacy.mechanisms import GaussianSum

@@ -11,14 +11,9 @@ from scipy.stats import norm
 from datalens.bounded.clip import clip_images
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.errors import BudgetExceeded, TamperedError
-from datalens.privacy.accountant import (
-    Accountant,
-    calibrate_event,
-    exact_epsilon,
-    one_of_many_delta,
-    one_of_many_rdp,
-    subsampled_rdp,
-)
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.calibration import calibrate_event
+from datalens.privacy.curves import exact_epsilon, one_of_many_delta, one_of_many_rdp, subsampled_rdp
 from datalens.privacy.events import OneOfManyEvent, SubsampledGaussianEvent, parse_event
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise, SeededNoise

@@ -27,8 +27,8 @@ from datalens.bounded import contributions, topk_sign
 from datalens.bounded.contributions import BoundedSum, Contributions, Gradients, sum_bounded
 from datalens.bounded.outer import Outer, sum_outer
 from datalens.bounded.topk_sign import TopKSign
-from datalens.errors import BudgetExceeded, DatalensError, TamperedError
-from datalens.privacy import accountant, audit, exact, ledger, noise
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
+from datalens.privacy import accountant, audit, calibration, curves, exact, ledger, noise, tables
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.bounds import (
     ORDERS,
@@ -340,19 +340,19 @@ def test_noise_from_nearly_none_to_the_most_that_a_machine_adds_faithfully() -> 
         widths.sigma = sigma
         DiscreteGaussianSum(noise=widths)
         goal: dict[str, Any] = {"sensitivity": sigma, "epsilon": 5.0, "delta": 1e-5, "accountant": EXACT}
-        assert accountant.calibrate_steps(sigma=sigma, **goal) == 1
+        assert calibration.calibrate_steps(sigma=sigma, **goal) == 1
     goal = {"epsilon": 5.0, "delta": 1e-5, "accountant": EXACT, "steps": 1}
-    width = accountant.calibrate_sigma(sensitivity=1.0, **goal)
-    assert accountant.calibrate_sigma(sensitivity=0.99 * most / width, **goal) == pytest.approx(0.99 * most)
+    width = calibration.calibrate_sigma(sensitivity=1.0, **goal)
+    assert calibration.calibrate_sigma(sensitivity=0.99 * most / width, **goal) == pytest.approx(0.99 * most)
     with pytest.raises(BudgetExceeded):
-        accountant.calibrate_sigma(sensitivity=1.01 * most / width, **goal)
+        calibration.calibrate_sigma(sensitivity=1.01 * most / width, **goal)
     widths.sigma = math.nextafter(most, math.inf)
     with pytest.raises(DatalensError):
         GaussianSum(sigma=widths.sigma, noise=noise.SecureNoise())
     with pytest.raises(DatalensError):
         DiscreteGaussianSum(noise=widths)
     with pytest.raises(DatalensError):
-        accountant.calibrate_steps(sensitivity=most, sigma=widths.sigma, epsilon=5.0, delta=1e-5, accountant=EXACT)
+        calibration.calibrate_steps(sensitivity=most, sigma=widths.sigma, epsilon=5.0, delta=1e-5, accountant=EXACT)
 
 
 # --- the accountants --------------------------------------------------------------------------
@@ -361,7 +361,7 @@ EXACT, RDP, IMPROVED, PLD = (Accountant(name=name) for name in accountant.ACCOUN
 
 
 def gaussian(mu: float) -> GaussianEvent:
-    return accountant.topagg_event(sensitivity=mu, sigma=1.0, law="gaussian")
+    return calibration.topagg_event(sensitivity=mu, sigma=1.0, law="gaussian")
 
 
 def sampled(mu: float, rate: float) -> SubsampledGaussianEvent:
@@ -380,17 +380,17 @@ def test_next_to_no_noise_is_not_cheap_for_being_sampled(sigma: float, rate: flo
 
 def test_one_is_a_number_like_any_other() -> None:
     """A mu of exactly 1, and of exactly 0."""
-    assert accountant.gaussian_delta(1.0, 0.0) == pytest.approx(math.erf(1 / math.sqrt(8)))
+    assert curves.gaussian_delta(1.0, 0.0) == pytest.approx(math.erf(1 / math.sqrt(8)))
     for curve in (
-        *(accountant.exact_epsilon, accountant.rdp_epsilon, accountant.improved_epsilon, accountant.zcdp_epsilon),
-        lambda mu_squared, delta: accountant.subsampled_rdp(math.sqrt(mu_squared), 0.5, 2.0),
+        *(curves.exact_epsilon, curves.rdp_epsilon, curves.improved_epsilon, curves.zcdp_epsilon),
+        lambda mu_squared, delta: curves.subsampled_rdp(math.sqrt(mu_squared), 0.5, 2.0),
     ):
         assert curve(0.0, 1e-5) == 0.0
         assert 0 < curve(0.98, 1e-5) < curve(1.0, 1e-5) < curve(1.02, 1e-5)
 
 
 def test_a_mu_below_which_rounding_begins_is_taken_for_it() -> None:
-    delta = accountant.gaussian_delta
+    delta = curves.gaussian_delta
     assert delta(1e-30, 0.0) == delta(1e-12, 0.0) == delta(1e-10, 0.0) < delta(1.4e-10, 0.0)
 
 
@@ -398,24 +398,24 @@ def test_a_mu_below_which_rounding_begins_is_taken_for_it() -> None:
 def test_the_reported_epsilon_keeps_delta_to_the_last_bit(mu: float) -> None:
     """Of two neighbouring numbers the upper one; and by every accountant a budget's mu is the lower one."""
     for delta in (1e-12, 1e-5, 1e-2):
-        assert accountant.gaussian_delta(mu, accountant.exact_epsilon(mu * mu, delta)) <= delta
+        assert curves.gaussian_delta(mu, curves.exact_epsilon(mu * mu, delta)) <= delta
     for pricing in (EXACT, RDP, IMPROVED):
         mu = pricing.mu_budget(1.7, 1e-5)
         assert pricing.epsilon_at(mu * mu, 1e-5) <= 1.7 < pricing.epsilon_at((mu * (1 + 1e-13)) ** 2, 1e-5)
 
 
 def test_a_search_ends_at_two_neighbours() -> None:
-    assert accountant._bisect(lambda x: True) == (0.0, 0.0)
+    assert curves.bisect(lambda x: True) == (0.0, 0.0)
     for place in (1e-9, 0.3, 1.0, 3.0, 1e12):
-        assert accountant._bisect(lambda x, place=place: x >= place) == (math.nextafter(place, 0.0), place)  # type: ignore[misc]
+        assert curves.bisect(lambda x, place=place: x >= place) == (math.nextafter(place, 0.0), place)  # type: ignore[misc]
 
 
 def test_sampled_and_plain_noise_add_up_order_by_order() -> None:
     counted: list[tuple[Any, int]] = [(gaussian(0.3), 3), (sampled(0.5, 0.1), 4), (sampled(2.0, 0.02), 1)]
     curve = {
         order: order * 3 * 0.3**2 / 2
-        + 4 * accountant.subsampled_rdp(0.5, 0.1, float(order))
-        + accountant.subsampled_rdp(2.0, 0.02, float(order))
+        + 4 * curves.subsampled_rdp(0.5, 0.1, float(order))
+        + curves.subsampled_rdp(2.0, 0.02, float(order))
         for order in range(2, 200)
     }
     printed = min(cost + math.log(1e5) / (order - 1) for order, cost in curve.items())
@@ -431,11 +431,11 @@ def test_sampled_and_plain_noise_add_up_order_by_order() -> None:
 
 def test_the_slack_of_every_release_counts(losses: "Losses") -> None:
     """(ε, δ) becomes (ε + 2·slack, e^slack·δ)."""
-    discrete = accountant.topagg_event(sensitivity=2.0, sigma=20.0, law="discrete-gaussian", coordinates=10**33)
+    discrete = calibration.topagg_event(sensitivity=2.0, sigma=20.0, law="discrete-gaussian", coordinates=10**33)
     assert discrete.slack == pytest.approx(0.2)
     counted = [(discrete, 2), (gaussian(0.1), 3)]
     mu_squared = 2 * 4 / 396 + 3 * 0.01
-    expected = accountant.exact_epsilon(mu_squared, 1e-5 * math.exp(-0.4)) + 0.8
+    expected = curves.exact_epsilon(mu_squared, 1e-5 * math.exp(-0.4)) + 0.8
     assert EXACT.price(counted, 1e-5) == pytest.approx(expected, rel=1e-12)
     assert PLD.price(counted, 1e-5) == pytest.approx(losses.answer + 0.8, rel=1e-12)
     assert losses.delta == pytest.approx(1e-5 * math.exp(-0.4), rel=1e-12)
@@ -479,7 +479,7 @@ class Losses:
         )
 
     def of(self, *counted: tuple[Any, int]) -> Parts:
-        accountant._pld_epsilon.cache_clear()
+        tables.pld_composed.cache_clear()
         self.asked = {}
         assert PLD.price(counted, 1e-5) == self.answer
         return self.asked
@@ -491,16 +491,16 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Losses]:
 
     made = Losses()
     monkeypatch.setattr(privacy_loss_distribution, "from_gaussian_mechanism", made.one)
-    accountant._pld_epsilon.cache_clear()
+    tables.pld_composed.cache_clear()
     yield made
-    accountant._pld_epsilon.cache_clear()
+    tables.pld_composed.cache_clear()
 
 
 def test_pld_composes_every_event_as_often_as_it_happened(losses: Losses) -> None:
     counted = [(gaussian(0.5), 1), (gaussian(0.25), 2), (sampled(2.0, 0.1), 3), (sampled(2.0, 0.0), 5)]
     assert losses.of(*counted) == {(0.5, 1.0): 1, (0.25, 1.0): 2, (2.0, 0.1): 3}
     assert losses.of((gaussian(0.5), 1), (gaussian(0.5), 1), (gaussian(0.0), 1)) == {(0.5, 1.0): 2}
-    assert accountant.pld_epsilon(0.49, 1e-5) == losses.answer
+    assert tables.pld_epsilon(0.49, 1e-5) == losses.answer
     assert losses.asked == {(0.7, 1.0): 1}
     # A crowd of equal Gaussians is one; a crowd of sampled ones is not.
     assert losses.of((gaussian(0.01), 10_000)) == {(0.01, 1.0): 10_000}
@@ -521,7 +521,7 @@ def test_pld_makes_one_of_many_gaussians_and_leaves_sampled_ones_alone(losses: L
         expected = {(whole, 1.0): 1} | {(round(0.001 * (1 + i), 9), 0.5): 3 for i in range(others)}
         assert losses.of(*plain(count), *various(others)) == expected
     for too_many in (various(201), plain(1) + various(200)):
-        with pytest.raises(accountant.UnpriceableEvent):
+        with pytest.raises(UnpriceableEvent):
             losses.of(*too_many)
 
 
@@ -532,11 +532,11 @@ def test_where_pld_says_that_nothing_is_left_to_protect(losses: Losses) -> None:
         assert PLD.price([loud], 1e-5) == PLD.price([(gaussian(1e-3), 1), loud], 1e-5) == math.inf
     losses.answer = -0.5
     assert PLD.price([(gaussian(0.123), 1)], 1e-5) == 0.0
-    assert accountant._loudness(0.5, 1.0) == 0.25
-    assert accountant._loudness(0.5, 0.1) == pytest.approx(0.01 * math.expm1(0.25))
-    assert accountant._loudness(20.0, 0.5) == 200.0
-    assert accountant._loudness(20.0, 1e-25) == pytest.approx(1e-25 * 400)
-    assert accountant._loudness(20.0, 1e-60) == pytest.approx(1e-120 * math.expm1(100.0))
+    assert tables._loudness(0.5, 1.0) == 0.25
+    assert tables._loudness(0.5, 0.1) == pytest.approx(0.01 * math.expm1(0.25))
+    assert tables._loudness(20.0, 0.5) == 200.0
+    assert tables._loudness(20.0, 1e-25) == pytest.approx(1e-25 * 400)
+    assert tables._loudness(20.0, 1e-60) == pytest.approx(1e-120 * math.expm1(100.0))
 
 
 def test_how_finely_pld_looks(losses: Losses) -> None:

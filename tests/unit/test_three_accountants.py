@@ -8,24 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.errors import BudgetExceeded, DatalensError, TamperedError
-from datalens.privacy import accountant as module
-from datalens.privacy.accountant import (
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
+from datalens.privacy import tables
+from datalens.privacy.accountant import Accountant, side_by_side
+from datalens.privacy.calibration import calibrate_sigma, calibrate_steps, topagg_event
+from datalens.privacy.curves import (
     PAPER_ORDERS,
-    Accountant,
-    UnpriceableEvent,
-    calibrate_sigma,
-    calibrate_steps,
     exact_epsilon,
     improved_epsilon,
-    pld_epsilon,
     rdp_epsilon,
-    side_by_side,
     subsampled_rdp,
-    topagg_event,
+    zcdp_epsilon,
 )
 from datalens.privacy.events import GaussianEvent, SubsampledGaussianEvent, parse_event
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
+from datalens.privacy.tables import pld_epsilon
 
 DELTA = 1e-5
 EXACT, RDP, IMPROVED, PLD = (Accountant(name=name) for name in ("exact", "rdp", "rdp-improved", "pld"))
@@ -152,7 +149,7 @@ def test_against_opendps_privacy_maps() -> None:
         assert charged.rho == pytest.approx(theirs.map(2 * math.sqrt(k)), rel=1e-12)
         approximate = make_fix_delta(make_zCDP_to_approxDP(theirs), delta=DELTA)
         theirs_epsilon = approximate.map(2 * math.sqrt(k))[0]
-        ours = module.zcdp_epsilon(charged.rho, DELTA)
+        ours = zcdp_epsilon(charged.rho, DELTA)
         assert ours == pytest.approx(theirs_epsilon, rel=2e-3)
     assert topagg_event(sensitivity=2 * math.sqrt(200), sigma=5000.0, law="discrete-gaussian").rho == 1.6e-5
 
@@ -300,7 +297,7 @@ def test_a_subsampled_event_that_makes_no_sense_is_refused(changes: dict[str, An
 def test_pld_without_dp_accounting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    module._pld_epsilon.cache_clear()
+    tables.pld_composed.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     with pytest.raises(DatalensError, match="pip install dp-accounting"):
         pld_epsilon(0.04, DELTA)
@@ -319,4 +316,4 @@ def test_pld_takes_no_hours() -> None:
     assert PLD.epsilon(with_sample, DELTA) > EXACT.epsilon(ledger, DELTA)
     with pytest.raises(UnpriceableEvent, match="200 different"):
         PLD.epsilon([sampled(sigma=5.0 + i) for i in range(300)], DELTA)
-    assert PLD.mu_budget(2000.0, DELTA) <= module.PLD_LARGEST
+    assert PLD.mu_budget(2000.0, DELTA) <= tables.PLD_LARGEST

@@ -22,14 +22,11 @@ from datalens.bounded.contributions import (
     count_ballots,
     sum_bounded,
 )
-from datalens.errors import BudgetExceeded, DatalensError, TamperedError
-from datalens.privacy import accountant
-from datalens.privacy.accountant import (
-    Accountant,
-    UnpriceableEvent,
-    calibrate_event,
-    exact_epsilon,
-)
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
+from datalens.privacy import calibration
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.calibration import calibrate_event
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import GaussianEvent, LaplaceEvent, parse_event
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
@@ -216,7 +213,7 @@ def test_the_scale_is_found_whatever_the_number_of_labels(labels: int, epsilon: 
     assert scale <= 2 * labels / epsilon * (1 + 1e-3)
     if labels >= 10_000:
         goal: dict[str, Any] = {"epsilon": epsilon, "delta": 1e-5, "accountant": exact}
-        sigma = accountant.calibrate_sigma(sensitivity=math.sqrt(2), steps=labels, **goal)
+        sigma = calibration.calibrate_sigma(sensitivity=math.sqrt(2), steps=labels, **goal)
         assert scale == pytest.approx(sigma, rel=0.01)
 
 

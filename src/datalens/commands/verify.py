@@ -7,7 +7,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from datalens.commands.common import EXIT_REFUSED, Json, release_of, show
-from datalens.errors import TamperedError
+from datalens.errors import TamperedError, UnpriceableEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,6 @@ class Verify:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.privacy.accountant import UnpriceableEvent
         from datalens.privacy.ledger import json_number
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release

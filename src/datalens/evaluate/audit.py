@@ -30,7 +30,7 @@ from datalens.errors import DatalensError
 from datalens.methods import datalens as method
 from datalens.plan import topagg_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import exact_epsilon
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import NoiseLaw, Relation
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum, Mechanism

@@ -30,7 +30,7 @@ from datalens.evaluate.claims import Claim
 from datalens.methods.moments import noise_for
 from datalens.plan import make_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import exact_epsilon
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import Event, NoiseLaw
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum

@@ -29,7 +29,9 @@ from datalens.fourier import Fourier
 from datalens.peers import dpmerf
 from datalens.plan import make_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import AccountantName, calibrate_event, exact_epsilon
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.calibration import calibrate_event
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Budget, Ledger

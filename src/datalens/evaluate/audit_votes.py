@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
 from datalens.peers.gpate import CHECK, DIGITS
-from datalens.privacy.accountant import calibrate_event, calibrate_sigma
+from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import LaplaceEvent
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import ConfidentGNMax, GaussianSum, LaplaceVote

@@ -8,7 +8,7 @@ from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import Part, PeerSettings, asked, common, whole_number_law
-from datalens.privacy.accountant import calibrate_sigma
+from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget
 

@@ -9,7 +9,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
 from datalens.peers.settings import Part, asked, common
-from datalens.privacy.accountant import calibrate_sigma
+from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import Charge, GaussianEvent, confident_answer, confident_check
 from datalens.privacy.ledger import Budget
 

@@ -10,7 +10,7 @@ from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import Part, PeerSettings, asked, common
-from datalens.privacy.accountant import calibrate_event
+from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget
 

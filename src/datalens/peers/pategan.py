@@ -9,7 +9,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
 from datalens.peers.settings import Part, common, whole_number_law
-from datalens.privacy.accountant import calibrate_event, calibrate_sigma
+from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget
 from datalens.settings import NoiseOfVotes

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.errors import DatalensError
-from datalens.privacy.accountant import Accountant, AccountantName, calibrate_sigma, exact_epsilon
+from datalens.privacy.accountant import Accountant, AccountantName
+from datalens.privacy.calibration import calibrate_sigma
+from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import NoiseLaw, Relation
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import Mechanism

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import log_ndtr, ndtr
 
 from datalens.bounded.contributions import BoundedSum
-from datalens.privacy.accountant import PAPER_ORDERS
+from datalens.privacy.curves import PAPER_ORDERS
 
 WARNING = (
     "Depends on the data and is not differentially private itself: for the owner only. "

@@ -13,8 +13,8 @@ import numpy as np
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.privacy.accountant import MOST_NOISE, Accountant
-from datalens.privacy.events import NoiseOrigin, RowUnit, SubsampledGaussianEvent
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.events import MOST_NOISE, NoiseOrigin, RowUnit, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource
 from datalens.privacy.released import Released

@@ -21,6 +21,8 @@ ROUNDING = 4.0  # the variance given away to rounding
 # How far, in logarithms, a discrete Gaussian coordinate is from that rounded Gaussian: below 1.1e-34, proved there.
 CLOSENESS = 2e-34
 
+# Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
+MOST_NOISE = 2.0**40
 LARGEST = 1e150  # squares of it are still numbers
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -8,8 +8,8 @@ import numpy as np
 
 from datalens.bounded.contributions import BoundedSum, VoteCounts
 from datalens.errors import DatalensError
-from datalens.privacy.accountant import MOST_NOISE
 from datalens.privacy.events import (
+    MOST_NOISE,
     DiscreteGaussianEvent,
     GaussianEvent,
     LaplaceEvent,

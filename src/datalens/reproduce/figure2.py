@@ -19,7 +19,7 @@ import numpy as np
 
 from datalens.config import TrainOptions, options_as_dict
 from datalens.privacy import bounds
-from datalens.privacy.accountant import exact_epsilon, rdp_epsilon
+from datalens.privacy.curves import exact_epsilon, rdp_epsilon
 from datalens.progress import say
 from datalens.runs import write_atomically
 from datalens.settings import Settings
