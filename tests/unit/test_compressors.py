@@ -86,6 +86,34 @@ def test_any_gradient_becomes_a_table_within_the_bound(values: list[Any], part: 
     assert bool((each <= math.sqrt(rows * k) * (1 + 1e-6)).all())
 
 
+def test_a_table_is_cut_where_votes_collide_and_nowhere_else() -> None:
+    wide, narrow = sketch(6, k=6, rows=3, columns=100_000), sketch(6, k=6, rows=3, columns=1)
+    values = gradients(narrow._sketch._signs[:1].unsqueeze(0))  # all six add up in the first row's only cell
+    table, signed = wide(values).rows, narrow._sketch.forward(narrow.votes(values).rows)
+    assert table.abs().sum().item() == pytest.approx(18) and int(table.count_nonzero()) == 18
+    assert signed[0, 0, 0] == 6 > math.sqrt(18)
+    torch.testing.assert_close(narrow(values).rows, signed * (math.sqrt(18) / signed.norm()))
+
+
+@pytest.mark.parametrize("draw", [0, 65535])
+def test_a_coordinate_on_a_level_stays_there_whatever_is_drawn(draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "datalens.bounded.klevel.streams.halfwords",
+        lambda *key, teachers, count: torch.full((len(teachers), count), draw),
+    )
+    compress, levels = klevel(5, levels=5), torch.linspace(-1, 1, 5).view(1, 1, 5)
+    assert compress._round(levels, gradients(levels)).flatten().tolist() == [-4, -2, 0, 2, 4]
+    between = compress._round(levels + 0.25, gradients(levels)).flatten().tolist()[:4]
+    assert between == ([-4, -2, 0, 2] if draw == 0 else [-2, 0, 2, 4])
+
+
+def test_as_many_levels_as_a_byte_holds() -> None:
+    row = klevel(64, levels=128)(gradients(torch.eye(64)[:1].unsqueeze(0))).rows
+    assert row.dtype == torch.int8 and set(row.abs().unique().tolist()) == {127}
+    with pytest.raises(DatalensError, match="levels must be from 2 to 128, not 129"):
+        klevel(64, levels=129)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("make", [lambda: klevel(6), lambda: sketch(6, k=3)])
 def test_a_broken_image_votes_nothing_and_leaves_the_others_alone(poison: float, make: Any) -> None:

@@ -185,6 +185,16 @@ def test_k_1_is_opacus() -> None:
     expected = torch.cat([torch.einsum("i,i...", scale, g).flatten() for g in rows])
     for compress in (NormTopK(clip=2.0), NormTopK(clip=2.0, topk=0.5, selector="none")):
         torch.testing.assert_close(compress.sum(rows).private_total[0], expected, rtol=1e-6, atol=1e-6)
+    faint = contribution(NormTopK(clip=1e-6), torch.tensor([1e-6]))  # where their 1e-6 is as large as the row
+    assert float(faint) == pytest.approx(0.5e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("selector", ["none", "dim", "norm"])
+def test_rows_shorter_than_the_clip_stay_as_long_as_they_are(selector: Selector) -> None:
+    row = torch.tensor([0.3, 0.0, 0.2, 0.1])
+    kept = {"none": row, "dim": torch.tensor([0.3, 0.0, 0.2, 0.0]), "norm": torch.tensor([0.3, 0.0, 0.0, 0.0])}
+    ours = contribution(NormTopK(clip=1.0, topk=0.5 if selector == "dim" else 0.7, selector=selector), row)
+    torch.testing.assert_close(ours, kept[selector], rtol=1e-6, atol=0)
 
 
 def test_dim_keeps_a_share_of_the_coordinates() -> None:
@@ -217,6 +227,18 @@ def test_other_kinds_of_numbers() -> None:
         for kind in (torch.float64, torch.bfloat16):
             other = NormTopK(clip=1.0, topk=k).sum([rows.to(kind)]).private_total
             torch.testing.assert_close(other.float(), single, rtol=0.1, atol=0.1)
+    mixed = NormTopK(clip=1.0, topk=0.6).sum([rows[:, :10], rows[:, 10:].double()]).private_total
+    assert mixed.dtype == torch.float64
+
+
+def test_however_few_rows_fit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = heavy(6, 50)
+    for selector in ("dim", "norm"):
+        compress = NormTopK(clip=1.0, topk=0.5, selector=selector)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        whole = compress.sum([rows]).private_total
+        monkeypatch.setattr(norm_topk, "_CPU_BYTES", 1)
+        torch.testing.assert_close(compress.sum([rows]).private_total, whole)
 
 
 def test_records_must_be_the_same_in_every_parameter() -> None:

@@ -252,3 +252,10 @@ def test_no_image_counts_for_more_than_the_clip(values: torch.Tensor) -> None:
     assert (total.l2_bound, total.diameter) == (pytest.approx(0.3 * math.sqrt(6)), pytest.approx(0.6 * math.sqrt(6)))
     norms = total.private_total.norm(dim=1)
     assert float(norms.max()) <= 0.3 * (1 + 1e-9)
+    assert total.l2_bound == 0.3 * math.sqrt(6) * (1 + 1e-9)  # as is paid for, with room for rounding
+
+
+def test_images_as_long_as_the_clip_are_not_shortened() -> None:
+    images = torch.tensor([[3.0, 4.0]]).repeat(16, 1)
+    total = clip_images(images, clip=5.0, teacher=0)
+    assert torch.equal(total.private_total, images.to(total.private_total)) and total.l2_bound > 5.0 * 4

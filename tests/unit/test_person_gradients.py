@@ -38,6 +38,9 @@ def test_a_row_is_the_mean_and_parts_add_up():
     whole = sum_persons(PLAIN, GRADIENTS, WHOSE)
     assert whole.row_unit == "person"
     torch.testing.assert_close(whole.private_total, PLAIN.sum(means).private_total)
+    roomy = NormTopK(clip=1e3)  # cuts nothing, so that a sum is not taken for a mean
+    torch.testing.assert_close(sum_persons(roomy, GRADIENTS, WHOSE).private_total, roomy.sum(means).private_total)
+    torch.testing.assert_close(sum_persons(roomy, GRADIENTS[:1], WHOSE).private_total[0], means[0].sum(0).flatten())
     first = sum_persons(PLAIN, [g[:50] for g in GRADIENTS], WHOSE[:50])
     rest = sum_persons(PLAIN, [g[50:] for g in GRADIENTS], WHOSE[50:], onto=first)
     torch.testing.assert_close(rest.private_total, whole.private_total)
@@ -52,7 +55,7 @@ def test_one_bad_image_silences_its_person_alone():
     torch.testing.assert_close(found, sum_persons(PLAIN, [g[50:] for g in GRADIENTS], WHOSE[50:]).private_total)
 
 
-@pytest.mark.parametrize("whose", [WHOSE.flip(0), WHOSE[:-1]])
+@pytest.mark.parametrize("whose", [WHOSE.flip(0), WHOSE[:-1], WHOSE.roll(1) + 2 * (WHOSE > 1), WHOSE % 2])
 def test_images_that_do_not_come_together(whose):
     with pytest.raises(ValueError, match="come together"):
         sum_persons(PLAIN, GRADIENTS, whose)

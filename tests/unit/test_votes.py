@@ -93,6 +93,11 @@ def test_real_or_fake_by_the_logit_or_by_the_teachers_own_mean() -> None:
     labels = torch.tensor([0, 0, 1, 1])
     assert real_or_fake(scores, labels, relative=False).choices.tolist() == [[0, 0, 1, 1], [1, -1, 1, 1]]
     assert real_or_fake(scores, labels, relative=True).choices.tolist() == [[0, 1, 0, 1], [-1, -1, 0, 1]]
+    mixed = Scores(teachers=torch.arange(1), values=torch.tensor([[5.0, 1.0, 7.0, 3.0, 4.0]]))
+    labels = torch.tensor([0, 1, 0, 1, 2])  # means 6, 2 and 4: an image like all of its label is not above them
+    assert real_or_fake(mixed, labels, relative=True).choices.tolist() == [[0, 0, 1, 1, 0]]
+    undecided = Scores(teachers=torch.arange(1), values=torch.zeros(1, 1))
+    assert real_or_fake(undecided, labels[:1], relative=False).choices.tolist() == [[0]]
 
 
 @given(
@@ -113,6 +118,26 @@ def test_bins_are_of_the_image_divided_by_its_largest() -> None:
     ballots = binned(gradients, torch.eye(3), bins=4)
     assert ballots.teachers.tolist() == [7]
     assert ballots.choices.tolist() == [[3, 1, 2, -1, -1, -1, -1, -1, -1]]
+    faint = Gradients(teachers=torch.tensor([7]), values=torch.tensor([[[-1e-9, 4e-10, 1e-9]]]), step=0)
+    assert binned(faint, torch.eye(3), bins=4).choices.tolist() == [[0, 2, 3]]
+
+
+def test_a_ballot_is_the_same_among_others_and_alone() -> None:
+    """Else a record of one teacher could move the ballot of another, by making it the only one of a piece."""
+    random = torch.Generator().manual_seed(0)
+    values, projection = torch.randn(5, 1, 784, generator=random), torch.randn(784, 6, generator=random)
+
+    def ballots(part: slice) -> torch.Tensor:
+        gradients = Gradients(teachers=torch.arange(5)[part], values=values[part], step=0)
+        return binned(gradients, projection, bins=2**23).choices  # so many that the last bits show
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # with one, this machine's products are the same either way
+        together = ballots(slice(None))
+        assert all(torch.equal(ballots(slice(i, i + 1))[0], together[i]) for i in range(5))
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- the price of Laplace noise ---------------------------------------------------------------------------------------
