@@ -41,7 +41,7 @@ def test_it_trains_and_says_what_it_did(trained: tuple[Path, dict[str, Any]]) ->
     run, said = trained
     assert set(said) >= KEYS
     assert (said["steps"], said["sigma"], said["clip"], said["topk"]) == (40, 2.5, 1.0, 0.8)
-    assert said["accuracy"] > 0.5
+    assert said["accuracy"] > 0.3  # 0.65 to 0.76 in eight runs; chance is 0.1
     assert said["private"] and 0 < said["epsilon_spent"] <= said["epsilon"] == 3.0
     assert sorted(path.name for path in (run / "release").iterdir()) == sorted(
         ["CERTIFICATE.md", "certificate.json", "ledger.jsonl", "model.safetensors", "report.html"]

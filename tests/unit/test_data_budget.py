@@ -174,6 +174,12 @@ def test_other_runs_reserve_as_many_events_as_their_ledger_would_take(event: Cha
     assert own.pricing().price([(event, times)], DELTA) <= 2.0 < own.pricing().price([(event, times + 1)], DELTA)
 
 
+def test_a_plan_that_costs_its_budget_to_the_last_bit_is_reserved() -> None:
+    """The ledger takes it, so no less may be reserved."""
+    cost = Accountant(name="rdp-improved").price([(laplace(20.0), 3)], budget(1.0).delta)
+    assert most_charged([(laplace(20.0), 3)], budget(cost, "rdp-improved")) == ((laplace(20.0), 3),)
+
+
 def test_what_cannot_be_reserved() -> None:
     with pytest.raises(DatalensError, match="several kinds"):
         most_charged([(laplace(20.0), 1), (sampled(2.0, 1), 1)], budget(2.0, "rdp-improved"))

@@ -227,6 +227,11 @@ def test_rows_that_were_not_paid_for_are_refused() -> None:
     block.release(row)
 
 
+def test_a_row_exactly_as_long_as_was_paid_for_is_released() -> None:
+    paid = event(l2_bound=row(0).l2_bound, diameter=row(0).diameter, repeats=9)
+    assert charge_block(ledger(), paid, SecureNoise()).release(row).event == paid
+
+
 def test_everybody_is_chosen_as_often_and_noise_is_as_wide_as_was_paid_for() -> None:
     times, asked, values = 3000, [], []
     block = charge_block(ledger(), event(repeats=times, sigma=3.0), SecureNoise())

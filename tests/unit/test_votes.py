@@ -1,5 +1,6 @@
 """Ballots, their counts, and the gates for them: exact Laplace noise, its price, and Confident-GNMax."""
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -179,11 +180,16 @@ def test_rdp_and_pld_agree_with_the_exact_price_from_above(times: int) -> None:
     assert pld == pytest.approx(exact, rel=1e-8)
 
 
+@pytest.mark.parametrize(("loss", "times"), [(1.0, 30), (0.5, 1), (3.0, 1), (0.0, 4), (0.7, 0)])
+def test_pld_agrees_at_the_edges(loss: float, times: int) -> None:
+    assert pld_responses(loss, times, 1e-2) == pytest.approx(response_epsilon(loss, times, 1e-2), rel=1e-8, abs=1e-12)
+
+
 def test_rdp_of_a_response_is_its_definition() -> None:
-    right = 1 / (1 + math.exp(-0.8))
-    for order in (1.1, 2.0, 30.0):
+    for loss, order in itertools.product((0.8, 1.0), (1.1, 2.0, 30.0)):
+        right = 1 / (1 + math.exp(-loss))
         sums = right**order * (1 - right) ** (1 - order) + (1 - right) ** order * right ** (1 - order)
-        assert response_rdp(0.8, order) == pytest.approx(math.log(sums) / (order - 1))
+        assert response_rdp(loss, order) == pytest.approx(math.log(sums) / (order - 1))
     assert response_rdp(math.inf, 2.0) == math.inf
     assert response_rdp(0.0, 2.0) == 0.0
 
