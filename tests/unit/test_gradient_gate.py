@@ -212,6 +212,20 @@ def test_everybody_and_never_more_than_the_rate() -> None:
     assert len(poisson_sample(low, 100, 10.9 / 2**32)) == 10  # rounded down
 
 
+# --- what a release says -------------------------------------------------------------------------------------------
+
+
+def test_a_release_says_which_charge_it_was_paid_by() -> None:
+    ledger = Ledger.in_memory(budget())
+    gate = GradientGate(ledger, schedule(), SecureNoise(), blocks=2)
+    empty = COMPRESS.sum([torch.zeros(0, 3)])
+    released = [gate.release(empty) for _ in range(schedule().steps)]
+    assert [ledger.events[one.number] for one in released] == [one.event for one in released]
+    assert {one.number for one in released} == {0, 1} and {one.event.queries for one in released} == {1}
+    again = GradientGate(ledger, schedule(), SecureNoise(), left=1)  # goes on in a block that was paid for
+    assert again.release(empty).number == 1
+
+
 # --- prices --------------------------------------------------------------------------------------------------------
 
 

@@ -15,10 +15,12 @@ from datalens.bounded.norm_topk import (
     ROUNDING,
     NormTopK,
     Selector,
+    bounded_scale,
     by_bisection,
     find_limits,
     how_many_fit,
     largest_dropped,
+    squares_by_torch,
 )
 from datalens.errors import DatalensError
 
@@ -306,3 +308,24 @@ def test_gradients_stay_as_they_are(selector: norm_topk.Selector) -> None:
     before = gradients.clone()
     NormTopK(clip=1.0, topk=0.5, selector=selector).sum([gradients])
     assert torch.equal(gradients, before)
+
+
+@pytest.mark.parametrize("d", [1, 511, 512, 513, 1024, 1500])
+def test_a_gpus_way_to_the_length_of_a_row(d: int) -> None:
+    """No CPU takes it for float32, and all that a GPU adds up is bounded by it."""
+    rows = heavy(3, d) + 0.1
+    torch.testing.assert_close(squares_by_torch(rows), rows.double().square().sum(dim=1), rtol=1e-6, atol=0)
+
+
+def test_a_row_is_clipped_as_it_came_and_then_cut_to_its_bound() -> None:
+    squares, kept = np.array([100.0, 100.0, 9.0, 9.0, 4.0]), np.array([64.0, 1.0, 9.0, 4.0, 0.0])
+    expected = [math.sqrt(0.5) * 4 / 8, 0.4, math.sqrt(0.5) * 4 / 3, 1.0, 0.0]  # clip 4, and √½·4 of what is kept
+    for kind in (np.asarray, torch.as_tensor):
+        found = bounded_scale(kind(squares), kind(kept), clip=4.0, bound=math.sqrt(0.5) * 4)  # type: ignore[type-var]
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)
+
+
+def test_squares_that_fit_exactly_fit() -> None:
+    row = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0]])  # half of 8 is the 4 of the first
+    for limit in (by_bisection(row, 0.5)[0, 0], find_limits(row.numpy().copy(), np.array([8.0]), 0.5, 5)[0][0]):
+        assert float(limit) == 1.0

@@ -232,6 +232,10 @@ def _squared_norms(rows: Tensor) -> Tensor:
     """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
         return torch.from_numpy(_squares_by_numpy(rows.numpy()))
+    return squares_by_torch(rows)
+
+
+def squares_by_torch(rows: Tensor) -> Tensor:
     whole = rows.shape[1] // 512 * 512
     parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
     norms = torch.linalg.vector_norm(parts, dim=2).to(torch.float64).square().sum(dim=1)
