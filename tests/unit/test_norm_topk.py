@@ -70,13 +70,11 @@ def test_what_is_kept_is_algorithm_4s(values: list[float], k: float) -> None:
     np.testing.assert_allclose(ours.numpy(), algorithm_4(g, k), rtol=1e-6)
 
 
-def kept(rows: Tensor, k: float, among: int) -> Tensor:
+def kept(rows: Tensor, k: float, guess: float) -> Tensor:
     """What `find_limits` leaves of them."""
     whole = rows.double().square().sum(dim=1)
-    limits, counts = find_limits(rows.abs().numpy(), whole.numpy(), k, among)
-    left = torch.where(rows.abs() > torch.from_numpy(limits).unsqueeze(1), rows, 0.0)
-    assert ((left != 0).sum(dim=1).numpy() <= counts).all()  # fewer where some of equal size would have fitted
-    return left
+    limits, _ = find_limits(rows.abs().numpy(), whole.numpy(), k, guess)
+    return torch.where(rows.abs() > torch.from_numpy(limits).unsqueeze(1), rows, 0.0)
 
 
 @pytest.mark.parametrize("k", [0.2, 0.6, 0.8, 0.95])
@@ -87,8 +85,28 @@ def test_on_long_rows_too(k: float) -> None:
     rows[3, 100:] *= 1e-3
     rows[4] = 0.0
     expected = np.array([algorithm_4(row.double().numpy(), k) for row in rows], dtype=np.float32)
-    for among in (1, 700, 9001):
-        np.testing.assert_array_equal(kept(rows, k, among).numpy(), expected)
+    for guess in (0.0, 0.5, 1.0, 2.0, 3.0, 50.0):  # also such that nothing is above it
+        np.testing.assert_array_equal(kept(rows, k, guess).numpy(), expected)
+
+
+def test_the_next_guess_is_a_little_below_what_was_found() -> None:
+    rows, k = heavy(6, 9001), 0.8
+    whole = rows.double().square().sum(dim=1).numpy()
+    limits, guess = find_limits(rows.abs().numpy(), whole, k, 1.0)
+    least = np.sqrt((1 - k) * whole / 9001)
+    assert (limits > least).all() and guess == pytest.approx(0.9 * (limits / least).min()) and guess > 2
+    again, _ = find_limits(rows.abs().numpy(), whole, k, guess)
+    np.testing.assert_array_equal(again, limits)
+    flat = np.ones((1, 100), dtype=np.float32)  # all is dropped, or nothing: the limit is next to its bound
+    assert find_limits(flat, np.array([100.0]), 0.01, 5.0) == (np.array([1.0]), 1.0)
+
+
+def test_a_limit_at_its_bound_is_found() -> None:
+    """One size in all of a row but little: the guess must not be a hair too high."""
+    row = np.ones((1, 400), dtype=np.float32)
+    row[0, 0] = 1.001
+    for guess in (1.0, 2.0):
+        assert find_limits(row, np.square(row, dtype=np.float64).sum(axis=1), 0.004, guess)[0].tolist() == [1.0]
 
 
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 200])
@@ -125,10 +143,10 @@ def test_no_row_is_longer_than_its_bound(seed: int, k: float, clip: float, scale
     assert longest(compress, heavy(3, 60, seed) * scale) <= 1.0
 
 
-def one_too_many(sizes: np.ndarray, whole: np.ndarray, k: float, among: int) -> tuple[np.ndarray, np.ndarray]:
+def one_too_many(sizes: np.ndarray, whole: np.ndarray, k: float, guess: float) -> tuple[np.ndarray, float]:
     """Keeps the largest coordinate that has to go, too."""
-    limits, counts = find_limits(sizes, whole, k, among)
-    return np.array([row[row < limit].max(initial=0.0) for row, limit in zip(sizes, limits, strict=True)]), counts
+    limits, guess = find_limits(sizes, whole, k, guess)
+    return np.array([row[row < limit].max(initial=0.0) for row, limit in zip(sizes, limits, strict=True)]), guess
 
 
 def test_a_twin_that_keeps_one_too_many_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +204,7 @@ def test_k_1_is_opacus() -> None:
     scale = (2.0 / (norms + 1e-6)).clamp(max=1.0)  # as Opacus writes it
     expected = torch.cat([torch.einsum("i,i...", scale, g).flatten() for g in rows])
     for compress in (NormTopK(clip=2.0), NormTopK(clip=2.0, topk=0.5, selector="none")):
-        torch.testing.assert_close(compress.sum(rows).private_total[0], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(compress.sum(rows).private_total[0].float(), expected, rtol=1e-6, atol=1e-6)
     faint = contribution(NormTopK(clip=1e-6), torch.tensor([1e-6]))  # where their 1e-6 is as large as the row
     assert float(faint) == pytest.approx(0.5e-6, rel=1e-5)
 
@@ -196,7 +214,7 @@ def test_rows_shorter_than_the_clip_stay_as_long_as_they_are(selector: Selector)
     row = torch.tensor([0.3, 0.0, 0.2, 0.1])
     kept = {"none": row, "dim": torch.tensor([0.3, 0.0, 0.2, 0.0]), "norm": torch.tensor([0.3, 0.0, 0.0, 0.0])}
     ours = contribution(NormTopK(clip=1.0, topk=0.5 if selector == "dim" else 0.7, selector=selector), row)
-    torch.testing.assert_close(ours, kept[selector], rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours.float(), kept[selector], rtol=1e-6, atol=0)
 
 
 def test_dim_keeps_a_share_of_the_coordinates() -> None:
@@ -228,9 +246,47 @@ def test_other_kinds_of_numbers() -> None:
         single = NormTopK(clip=1.0, topk=k).sum([rows]).private_total
         for kind in (torch.float64, torch.bfloat16):
             other = NormTopK(clip=1.0, topk=k).sum([rows.to(kind)]).private_total
-            torch.testing.assert_close(other.float(), single, rtol=0.1, atol=0.1)
+            torch.testing.assert_close(other, single, rtol=0.1, atol=0.1)
+            assert other.dtype == torch.float64
     mixed = NormTopK(clip=1.0, topk=0.6).sum([rows[:, :10], rows[:, 10:].double()]).private_total
-    assert mixed.dtype == torch.float64
+    torch.testing.assert_close(mixed, NormTopK(clip=1.0, topk=0.6).sum([rows]).private_total, rtol=1e-5, atol=1e-6)
+
+
+def moved(compress: NormTopK, rows: Tensor) -> float:
+    """How far the first of the rows moves the sum of all, by what is paid for: at most 1 where all is well."""
+    apart = compress.sum([rows]).private_total - compress.sum([rows[1:]]).private_total
+    return float(apart.norm()) / compress.l2_bound
+
+
+@pytest.mark.parametrize(("topk", "selector"), [(1.0, "norm"), (0.5, "none"), (0.5, "dim"), (0.5, "norm")])
+def test_a_record_moves_a_sum_of_many_no_farther_than_its_bound(topk: float, selector: Selector) -> None:
+    """All rows point one way: a sum of them in float32 is rounded by more than rows are measured wrong."""
+    rows = heavy(1, 1000).repeat(20_000, 1)
+    assert moved(NormTopK(clip=1.0, topk=topk, selector=selector), rows) <= 1
+
+
+def test_a_twin_that_sums_in_float32_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coarse(scale: Tensor, rows: Tensor) -> Tensor:
+        return (scale.to(rows.dtype) @ rows).double()
+
+    monkeypatch.setattr(norm_topk, "_weighed_sum", coarse)
+    assert moved(NormTopK(clip=1.0), heavy(1, 1000).repeat(20_000, 1)) > 1 + 1e-6
+    assert moved(NormTopK(clip=1.0), heavy(1, 1000).repeat(1000, 1).half()) > 1.01
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("topk", "selector"), [(1.0, "norm"), (0.5, "none"), (0.5, "dim"), (0.5, "norm")])
+def test_rows_in_half_precision_keep_their_bound(kind: torch.dtype, topk: float, selector: Selector) -> None:
+    """As autocast makes them, of parameters in float32."""
+    compress = NormTopK(clip=1.0, topk=topk, selector=selector)
+    rows = heavy(1000, 1500).to(kind)
+    assert longest(compress, rows[:20]) <= 1
+    assert moved(compress, rows[:1].repeat(1000, 1)) <= 1
+
+
+def test_a_half_precision_row_is_measured_in_single() -> None:
+    rows = torch.full((1, 700), 20.0, dtype=torch.float16)  # 700 · 400 is more than it can hold
+    assert float(squares_by_torch(rows)) == pytest.approx(280_000, rel=1e-6)
 
 
 def test_however_few_rows_fit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +322,14 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], said: str) -> Non
 
 def test_where_rounding_leaves_all_that_may_stay() -> None:
     """A whole that was summed too large: all is kept, and then its length is looked at."""
-    limits, counts = find_limits(np.array([[1.0, 2.0]], dtype=np.float32), np.array([6.0]), 0.9, 1)
-    assert (limits.tolist(), counts.tolist()) == ([-1.0], [2])
+    limits, guess = find_limits(np.array([[1.0, 2.0]], dtype=np.float32), np.array([6.0]), 0.9, 2.0)
+    assert (limits.tolist(), guess) == ([-1.0], 2.0)
 
 
 def test_of_nothing_nothing_is_kept() -> None:
-    """So that a row of zeros does not make the next block look among more."""
-    limits, counts = find_limits(np.zeros((1, 500), dtype=np.float32), np.array([0.0]), 0.9, 100)
-    assert (limits.tolist(), counts.tolist()) == ([0.0], [0])
+    """And a row of zeros does not change the guess for the next block."""
+    limits, guess = find_limits(np.zeros((1, 500), dtype=np.float32), np.array([0.0]), 0.9, 3.0)
+    assert (limits.tolist(), guess) == ([0.0], 3.0)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -286,7 +342,7 @@ def test_dense_rows_give_the_same_sum(kernel: bool, monkeypatch: pytest.MonkeyPa
     rows[0, 7] = math.nan
     compress = NormTopK(clip=1.0, topk=0.7)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dense = torch.zeros(5000, device=device)
+    dense = torch.zeros(5000, dtype=torch.float64, device=device)
     compress._add_rows(rows.to(device, copy=True), dense)
     expected = compress.sum([rows]).private_total[0]
     torch.testing.assert_close(dense.cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -327,5 +383,5 @@ def test_a_row_is_clipped_as_it_came_and_then_cut_to_its_bound() -> None:
 
 def test_squares_that_fit_exactly_fit() -> None:
     row = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0]])  # half of 8 is the 4 of the first
-    for limit in (by_bisection(row, 0.5)[0, 0], find_limits(row.numpy().copy(), np.array([8.0]), 0.5, 5)[0][0]):
+    for limit in (by_bisection(row, 0.5)[0, 0], find_limits(row.numpy().copy(), np.array([8.0]), 0.5, 1.0)[0][0]):
         assert float(limit) == 1.0

@@ -3,6 +3,9 @@
 A record's row is its whole gradient, over all parameters at once. Rows are looked at a few at a time, so the
 per-sample gradients are read where they lie, and no copy of all of them is made.
 
+Rows are added up in float64: in float32, thousands of rows that point one way would each move the sum by more, or less,
+than they are long.
+
 Differs from the paper: of coordinates of equal size all are kept, or none.
 """
 
@@ -24,7 +27,7 @@ from datalens.gpu import kernels_for
 Selector = Literal["norm", "dim", "none"]
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
-# Rows are enforced in float32, so they are declared, and paid for, as this much longer than asked.
+# Rows are measured in float32, so they are declared, and paid for, as this much longer than asked.
 ROUNDING = 1e-6
 LEAST_CLIP = 1e-12  # squares of much shorter rows are lost in float32, and with them their length
 _CPU_BYTES, _GPU_BYTES = 2**21, 2**25  # of the rows looked at together: in a CPU's cache, or busy on a GPU
@@ -102,7 +105,7 @@ class NormTopK:
         if not bool(finite.all()):
             flat = [torch.where(finite.unsqueeze(1), g, 0.0) for g in flat]
         scale = torch.where(finite, (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
-        return torch.cat([torch.einsum("i,i...", scale.to(g.dtype), g) for g in flat])
+        return torch.cat([_weighed_sum(scale, g) for g in flat])
 
     def _compressed(self, flat: list[Tensor]) -> Tensor:
         """Some rows at a time, each as one vector over all parameters."""
@@ -110,7 +113,7 @@ class NormTopK:
         kind = torch.float64 if any(g.dtype == torch.float64 for g in flat) else torch.float32
         if self.selector == "norm" and not flat[0].is_cuda:
             return torch.from_numpy(self._by_threads([g.to(kind).numpy() for g in flat]))
-        total = torch.zeros(d, dtype=kind, device=flat[0].device)
+        total = torch.zeros(d, dtype=torch.float64, device=flat[0].device)
         size = max(1, (_GPU_BYTES if total.is_cuda else _CPU_BYTES) // (4 * d))
         for start in range(0, len(flat[0]), size):
             self._add_rows(torch.cat([g[start : start + size].to(kind) for g in flat], dim=1), total)
@@ -128,10 +131,10 @@ class NormTopK:
     def _sum_few(self, flat: list[np.ndarray]) -> np.ndarray:
         """In blocks near the core, and in the same memory every time: new pages cost more than the work."""
         count, d, kind = len(flat[0]), sum(g.shape[1] for g in flat), flat[0].dtype
-        total = np.zeros(d, dtype=kind)
+        total = np.zeros(d)
         size = max(1, min(count, _CPU_BYTES // (4 * d)))
         block, sizes, kept = np.empty((size, d), kind), np.empty((size, d), kind), np.empty((size, d), bool)
-        among = d // 8
+        guess = 2.0
         for start in range(0, count, size):
             few = [g[start : start + size] for g in flat]
             rows = np.concatenate(few, axis=1, out=block[: len(few[0])])
@@ -139,11 +142,10 @@ class NormTopK:
             squares = _squares_by_numpy(rows)
             wrong = ~np.isfinite(squares)
             rows[wrong], squares[wrong] = 0.0, 0.0
-            limits, counts = find_limits(np.abs(rows, out=sizes[:n]), squares, self.topk, among)
-            among = 9 * int(counts.max()) // 8  # of the next block, which will be about like this one
-            rows *= np.greater(np.abs(rows, out=sizes[:n]), limits[:, None], out=kept[:n])
+            limits, guess = find_limits(np.abs(rows, out=sizes[:n]), squares, self.topk, guess)
+            rows *= np.greater(sizes[:n], limits[:, None], out=kept[:n])
             scale = bounded_scale(squares, _squares_by_numpy(rows), clip=self.clip, bound=self.bound)
-            total += np.einsum("i,ij->j", scale.astype(kind), rows)
+            total += np.einsum("i,ij->j", scale, rows)
         return total
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
@@ -156,7 +158,7 @@ class NormTopK:
             rows.masked_fill_(~top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), 0.0)
         else:
             rows.masked_fill_(rows.abs() <= largest_dropped(rows, self.topk), 0.0)
-        total += bounded_scale(squares, _squared_norms(rows), clip=self.clip, bound=self.bound).to(total.dtype) @ rows
+        total += _weighed_sum(bounded_scale(squares, _squared_norms(rows), clip=self.clip, bound=self.bound), rows)
 
 
 def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float) -> Numbers:
@@ -168,24 +170,29 @@ def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float)
     return scale * bound / (kept**0.5 * scale).clip(min=bound) * (kept > 0)  # too short to measure: nothing
 
 
-def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, among: int) -> tuple[np.ndarray, np.ndarray]:
+def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, guess: float) -> tuple[np.ndarray, float]:
     """[n] per row of [n, d] sizes the smallest such that the squares of what is larger sum to at most k of all squares.
 
-    And how many are larger, [n]. Found `among` so many of the largest or, where all of those stay, among four times as
-    many: a guess costs time, and changes nothing. `whole`: the sums of squares, [n] float64. Reorders `sizes`.
+    What is not larger holds 1 − k of all squares in at most d sizes, so the limit is at least √((1 − k)·whole/d). Only
+    what is larger than `guess` times that is sorted; where all of it may stay, more is. A guess costs time, and changes
+    nothing. Also returned: one for rows that are about like these. `whole`: the sums of squares, [n] float64.
     """
-    n, d = sizes.shape
-    m = min(max(among, 64), d)
-    sizes.partition(d - m, axis=1)
-    falling = np.sort(sizes[:, d - m :], axis=1)[:, ::-1]
+    (n, d), least = sizes.shape, np.sqrt((1 - k) * whole / sizes.shape[1])
+    chosen = sizes > (guess * least).astype(sizes.dtype)[:, None] if guess > 0 else np.ones((n, d), bool)
+    counts = np.count_nonzero(chosen, axis=1)
+    falling = np.zeros((n, max(1, int(counts.max()))), sizes.dtype)
+    falling[np.arange(falling.shape[1]) < counts[:, None]] = sizes[chosen]
+    falling.sort(axis=1)
+    falling = falling[:, ::-1]
     kept = np.where(whole > 0, how_many_fit(falling, k * whole), 0)
-    limits = falling[np.arange(n), np.minimum(kept, m - 1)]
-    more = kept == m
-    if m == d:
+    limits = falling[np.arange(n), np.minimum(kept, falling.shape[1] - 1)]
+    more = (kept >= counts) & (whole > 0)
+    if guess == 0:
         limits[more] = -1.0  # rounding: all of it may stay
     elif more.any():
-        limits[more], kept[more] = find_limits(sizes[more], whole[more], k, 4 * m)
-    return limits, kept
+        limits[more] = find_limits(sizes[more], whole[more], k, 0.99 if guess > 1 else 0.0)[0]
+    known = (limits > 0) & (least > 0)
+    return limits, max(1.0, 0.9 * float((limits[known] / least[known]).min())) if known.any() else guess
 
 
 def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -228,6 +235,15 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
     return high.view(torch.float32).to(rows.dtype)
 
 
+def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
+    """Σ scale_i · rows_i, [d] float64, of [n] float64 and [n, d]; a few rows at a time are widened."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    size = max(1, (2 * _GPU_BYTES if rows.is_cuda else 4 * _CPU_BYTES) // (8 * max(1, rows.shape[1])))
+    for few, weights in zip(rows.split(size), scale.split(size), strict=True):
+        total += weights @ few.to(torch.float64)
+    return total
+
+
 def _squared_norms(rows: Tensor) -> Tensor:
     """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
@@ -238,8 +254,9 @@ def _squared_norms(rows: Tensor) -> Tensor:
 def squares_by_torch(rows: Tensor) -> Tensor:
     whole = rows.shape[1] // 512 * 512
     parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
-    norms = torch.linalg.vector_norm(parts, dim=2).to(torch.float64).square().sum(dim=1)
-    return norms + torch.linalg.vector_norm(rest, dim=1).to(torch.float64).square()
+    kind = torch.promote_types(rows.dtype, torch.float32)  # a half-precision length would be off by a thousandth
+    norms = torch.linalg.vector_norm(parts, dim=2, dtype=kind).to(torch.float64).square().sum(dim=1)
+    return norms + torch.linalg.vector_norm(rest, dim=1, dtype=kind).to(torch.float64).square()
 
 
 def _squares_by_numpy(rows: np.ndarray) -> np.ndarray:
