@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import datalens  # noqa: F401 (before torch multiplies: it says how)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -1,4 +1,4 @@
-"""Mutation testing of `privacy/` and `bounded/`: one small change to the source at a time; do the tests notice?
+"""Mutation testing of `privacy/`, `bounded/` and DP-SGD: one small change to the source at a time; do the tests notice?
 
     python tools/mutate.py                       every module, hours on one core
     python tools/mutate.py bounded/topk_sign.py  one module
@@ -63,6 +63,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/budget.py": ("unit/test_data_budget.py",),
     "privacy/reserve.py": ("unit/test_data_budget.py",),
     "privacy/dpsgd.py": ("unit/test_gradient_gate.py", "unit/test_noisy_critic.py", "unit/test_sgd_rules.py"),
+    "poisson.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py"),
+    "methods/dpsgd.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py"),
     "privacy/one_of_many.py": ("unit/test_one_of_many.py",),
     "privacy/responses.py": ("unit/test_votes.py",),
     "privacy/noise.py": (

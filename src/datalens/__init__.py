@@ -16,8 +16,13 @@ synthetic = sample(Path("runs/a/release"), count=1000, seed=0)
 assert not check_release(Path("runs/a/release")).problems
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# On some CPUs MKL, by which torch multiplies, rounds a product by where in memory its factors lie, unless it is told
+# otherwise before its first one. A teacher's row must not depend on that (docs/decisions.md).
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see below
     from datalens.config import TrainOptions

@@ -91,13 +91,7 @@ def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None
             f"{teachers} teachers have shares of about {schema.nominal_size / teachers:.1f} records each, which is too "
             f"few to learn from; choose --teachers under {max(1, schema.nominal_size // SMALL_SHARE)}"
         )
-    if budget.delta * schema.nominal_size > 1:
-        found.append(
-            f"delta {budget.delta:g} is more than 1 / {schema.nominal_size} records: it would cover giving some "
-            "records away whole; choose --delta well under that"
-        )
-    if 10 < budget.epsilon < math.inf:
-        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
+    found += budget_warnings(budget, schema.nominal_size)
     if isinstance(settings, MomentSettings):
         records = schema.nominal_size / len(schema.classes)
         heard = 4 * _noise_of_counts(settings, schema, budget)
@@ -106,6 +100,19 @@ def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None
                 f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "
                 "raise --epsilon, bring more records, or make fewer classes of them"
             )
+    return found
+
+
+def budget_warnings(budget: Budget, nominal_size: int) -> list[str]:
+    """Of promises that are worth little."""
+    found = []
+    if budget.delta * nominal_size > 1:
+        found.append(
+            f"delta {budget.delta:g} is more than 1 / {nominal_size} records: it would cover giving some records away "
+            "whole; choose --delta well under that"
+        )
+    if 10 < budget.epsilon < math.inf:
+        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
     return found
 
 

@@ -497,8 +497,13 @@ def signals(monkeypatch):
 
         monkeypatch.setattr(Student, "step", interrupted)
 
-    yield arrange
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.getsignal(signal.SIGINT)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield arrange
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

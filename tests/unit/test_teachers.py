@@ -1,5 +1,8 @@
 """The vectorised ensemble against a plain loop over one nn.Module per teacher, and teacher independence."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -308,6 +311,38 @@ def test_a_chunk_that_does_not_fit_is_halved_and_nothing_changes() -> None:
     scarce = make_teachers(Scarce(networks()["spectral"]), images, labels)
     assert torch.equal(train_and_vote(scarce), plenty)
     assert scarce.chunk <= Scarce.fits < TEACHERS
+
+
+def test_where_numbers_lie_decides_nothing() -> None:
+    """On some CPUs it does, unless MKL is told before its first product; and whoever sets it themselves has it so."""
+    ask = "import os; from datalens.private.layers import rounds_alike; print(rounds_alike(), os.environ['MKL_CBWR'])"
+    unset = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    for given, then in ((unset, "AUTO,STRICT"), (unset | {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE")):
+        found = subprocess.run([sys.executable, "-c", ask], env=given, capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["True", then]
+
+
+def test_a_cpu_on_which_it_does_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = records()
+    monkeypatch.setattr("datalens.private.layers.rounds_alike", lambda: False)
+    with pytest.raises(DatalensError, match="MKL_CBWR=AUTO,STRICT"):
+        make_teachers(InDouble(networks()["spectral"]), images, labels)
+
+
+def test_a_twin_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datalens.private import layers
+
+    product, calls = torch.bmm, iter(range(100))
+
+    def by_place(a: Tensor, b: Tensor) -> Tensor:
+        return product(a, b) * (1 + 1e-6 * (next(calls) % 2))
+
+    layers.rounds_alike.cache_clear()
+    monkeypatch.setattr(torch, "bmm", by_place)
+    assert not layers.rounds_alike()
+    monkeypatch.undo()
+    layers.rounds_alike.cache_clear()
+    assert layers.rounds_alike()
 
 
 def test_a_chunk_that_was_asked_for_and_does_not_fit_names_one_that_does() -> None:

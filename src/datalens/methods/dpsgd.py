@@ -9,29 +9,31 @@ Differs from the paper: noise is on every coordinate, kept or not (Algorithm 4 s
 is Opacus's PRV price of the steps.
 """
 
-import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from opacus import GradSampleModule
-from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector
 from datalens.bounded.persons import sum_persons
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.guidance import budget_warnings
+from datalens.poisson import PoissonBatches, check_loader, sampled
 from datalens.privacy.accountant import AccountantName
-from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps, poisson_sample
+from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from datalens.progress import say
@@ -39,6 +41,7 @@ from datalens.progress import say
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum
 
+_IN_USE: "weakref.WeakSet[object]" = weakref.WeakSet()  # models and optimizers that make_private has taken
 NO_GHOSTS = (
     "ghost clipping has no per-sample gradients to compress: wrap the model in opacus.GradSampleModule, or in nothing"
 )
@@ -129,17 +132,22 @@ def make_private(
     - `ledger`: a file to charge to; a file that is there is continued (its steps stay charged).
     - `noise_seed`: for tests; NOT PRIVATE.
 
-    What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step, where batches come from the
-    loader alone, each is used for one step, and the loss of a batch is a mean (or sum) over its records. Not covered:
-    losses, accuracies, and buffers of layers that look at several records at once, which are refused where they are
-    known.
+    What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step. Yours to keep: records come
+    from the loader alone, and the loss of a batch is the plain mean (or, with loss_reduction="sum", the sum) of its
+    records' own losses. A mean that is divided by something else than their number, as cross_entropy's is with
+    `weight=` or `ignore_index`, is not: one record would rescale all others. Use reduction="sum" there, or weigh each
+    record's loss yourself and take `.mean()`. Not covered: losses and accuracies you look at.
+
+    Refused, as a step: rows of gradients that are not exactly the records of one batch; two forward passes in one; a
+    buffer of the model that changed.
     """
-    batch_size, count = _check_loader(loader)
+    batch_size, count = check_loader(loader)
     _check_model(model, optimizer)
     budget = Budget(epsilon=epsilon, delta=delta, relation="add-remove", accountant=accountant)
+    nominal_size = count if nominal_size is None else nominal_size
     plan = plan_steps(
         budget=budget,
-        nominal_size=count if nominal_size is None else nominal_size,
+        nominal_size=nominal_size,
         batch_size=batch_size,
         epochs=epochs,
         clip=clip,
@@ -147,6 +155,8 @@ def make_private(
         selector=selector,
         sigma=sigma,
     )
+    for line in budget_warnings(budget, nominal_size):
+        say(f"warning: {line}")
     noise: NoiseSource = SecureNoise() if noise_seed is None else SeededNoise(noise_seed)
     if noise_seed is not None or math.isinf(epsilon):
         say("NOT PRIVATE: the noise is seeded, or there is none")
@@ -165,8 +175,11 @@ def attach(
 ) -> "tuple[GradSampleModule, PrivateOptimizer, DataLoader[Any]]":
     """The three, given a plan and a gate."""
     batches = PoissonBatches(len(loader.dataset), gate)  # type: ignore[arg-type]
+    module = sampled_module(model, loss_reduction)
     private = PrivateOptimizer(optimizer, plan=plan, gate=gate, batches=batches, loss_reduction=loss_reduction)
-    return sampled_module(model, loss_reduction), private, _sampled(loader, batches)
+    private.watch(module._module)
+    _IN_USE.update((module, module._module, optimizer))
+    return module, private, sampled(loader, batches)
 
 
 def sampled_module(model: nn.Module, loss_reduction: str = "mean") -> GradSampleModule:
@@ -197,46 +210,86 @@ class PrivateOptimizer(DPOptimizer):
         self.plan, self.gate = plan, gate
         self._batches = batches
         self._sum: BoundedSum | None = None  # of the parts of a batch so far
+        self._rows = 0  # in it
         self.whose: torch.Tensor | None = None  # of each image of a batch, where persons are the units
         self.taken = 0
+        self._passes = 0  # forward, since the last step
+        self._buffers: Callable[[], dict[str, tuple[int, int]]] = dict
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._refuse_raw)
+        self._drop()
+        if batches is not None:
+            batches.on_new_pass = self._drop
 
     def epsilon_spent(self) -> str:
         """What was charged so far, with all that belongs to an ε."""
         ledger = self.gate.ledger
-        return ledger.budget.describe(ledger.spent())
+        private = self.gate.noise.origin == "operating-system" and math.isfinite(ledger.budget.epsilon)
+        said = "" if private else "; NOT PRIVATE: the noise is seeded, or there is none"
+        return ledger.budget.describe(ledger.spent()) + said
+
+    def watch(self, model: nn.Module) -> None:
+        """Count its forward passes, and remember its buffers: no noise is added to what a layer keeps for itself."""
+
+        def count(module: nn.Module, _: Any) -> None:
+            self._passes += module.training and torch.is_grad_enabled()
+
+        model.register_forward_pre_hook(count)
+        self._buffers = lambda: {name: (id(b), b._version) for name, b in model.named_buffers()}
+        self._buffers_before = self._buffers()
 
     def clip_and_accumulate(self) -> None:
         for p in self.params:
-            if getattr(p, "grad_sample", None) is None:
-                raise DatalensError(
-                    "a parameter has no per-sample gradients: use the model that make_private returned, in train() "
-                    "mode, and freeze what the loss does not depend on"
-                )
-            if isinstance(p.grad_sample, list):
+            if isinstance(getattr(p, "grad_sample", None), list):
                 raise DatalensError(
                     "there were two backward passes without a step: call optimizer.step() and optimizer.zero_grad() "
                     "for every batch; for batches that do not fit into memory use opacus's BatchMemoryManager"
                 )
+        if self._passes > 1:
+            raise DatalensError(
+                f"{self._passes} forward passes in train() mode since the last step: make one of each batch; look at "
+                "other images in eval() mode or under torch.no_grad()"
+            )
+        if any(getattr(p, "grad_sample", None) is None for p in self.params):
+            raise DatalensError(
+                "a parameter has no per-sample gradients: use the model that make_private returned, in train() "
+                "mode, and freeze what the loss does not depend on"
+            )
         gradients = [p.grad_sample for p in self.params]
+        counts = sorted({len(g) for g in gradients})
+        if len(counts) > 1:
+            raise DatalensError(
+                f"layers of the model saw {counts[0]} and {counts[-1]} rows of one batch: no layer may put several "
+                "records, or parts of one, into the first dimension"
+            )
         if self.whose is None:
             self._sum = self.plan.compress.sum(gradients, onto=self._sum)
         else:
             self._sum = sum_persons(self.plan.compress, gradients, self.whose, onto=self._sum)
+        self._rows += counts[0]
+        self._passes = 0
         for p in self.params:
             p.grad_sample = None  # used once
 
     def add_noise(self) -> None:
         assert self._sum is not None
-        if self._batches is not None and self.taken >= self._batches.drawn:
+        if self._batches is not None:
+            self._batches.take(self._rows)
+        changed = [name for name, now in self._buffers().items() if now != self._buffers_before.get(name)]
+        if changed:
             raise DatalensError(
-                "a step without a batch of the loader: take the batches from the one make_private returned"
+                f"buffer {changed[0]} of the model has changed: no noise is added to what a layer keeps of records for "
+                "itself; replace the layer, or put it into eval() mode"
             )
         released = self.gate.release(self._sum)
-        self._sum = None
+        self._sum, self._rows = None, 0
         self.taken += 1
         widest = functools.reduce(torch.promote_types, (p.dtype for p in self.params))
         # At once: each trip to a GPU takes its time.
         noisy = torch.from_numpy(released.value[0]).to(device=self.params[0].device, dtype=widest)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None  # frozen since the backward pass, say: its gradient has no noise
         for p, part in zip(self.params, noisy.split([p.numel() for p in self.params]), strict=True):
             p.grad = part.view_as(p).to(p)
 
@@ -249,75 +302,53 @@ class PrivateOptimizer(DPOptimizer):
         """Without Opacus's look at per-sample gradients, which would copy lists of them."""
         if not self.params:
             raise DatalensError("the optimizer has no trainable parameters: there is nothing to train")
-        self.clip_and_accumulate()
-        if self._check_skip_next_step():
-            self._is_last_step_skipped = True
-            return False
-        self.add_noise()
+        try:
+            self.clip_and_accumulate()
+            if self._check_skip_next_step():
+                self._is_last_step_skipped = True
+                return False
+            self.add_noise()
+        except BaseException:
+            self._drop()  # or what was refused would be in the next sum
+            if self._batches is not None:
+                self._batches.forget()
+            raise
         self.scale_grad()
         self._is_last_step_skipped = False
         return True
 
+    def step(self, closure: Any = None) -> Any:
+        self._stepping = True
+        try:
+            return super().step(closure)
+        finally:
+            self._stepping = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
-            self._sum = None
+            self._sum, self._rows = None, 0
 
+    def _drop(self) -> None:
+        """All that is known of records: gradients, and sums of parts of a batch."""
+        self._sum, self._rows, self._passes = None, 0, 0
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad_sample = None
 
-class PoissonBatches(Sampler[list[int]]):
-    """An epoch of Poisson samples, from the gate's own randomness: 1 / rate of them, and no more than are planned."""
+    def _refuse_raw(self, *_: Any) -> None:
+        if not self._stepping:
+            raise DatalensError(
+                "a step of the optimizer that make_private was given, whose gradients have no noise: call step() of "
+                "the one it returned"
+            )
 
-    def __init__(self, count: int, gate: GradientGate) -> None:
-        self._count, self._gate = count, gate
-        self.drawn = 0
-
-    def __len__(self) -> int:
-        return max(1, round(1 / self._gate.schedule.rate))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        planned = self._gate.schedule.steps - self._gate.charged + self._gate.left
-        for _ in range(min(len(self), planned)):  # the last epoch may be a part of one
-            self.drawn += 1
-            yield poisson_sample(self._gate.noise, self._count, self._gate.schedule.rate).tolist()
-
-
-def _sampled(loader: DataLoader[Any], batches: PoissonBatches) -> DataLoader[Any]:
-    """The loader with Poisson samples for batches, empty ones too."""
-    first = loader.dataset[0]
-    parts = first if isinstance(first, tuple | list) else (first,)
-    collate = wrap_collate_with_empty(
-        collate_fn=loader.collate_fn,
-        sample_empty_shapes=[(0, *shape_safe(part)) for part in parts],
-        dtypes=[torch.int64 if type(part) is int else dtype_safe(part) for part in parts],
-    )
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        persistent_workers=loader.persistent_workers,
-    )
-
-
-def _check_loader(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Its batch size and the number of its records; or why Poisson samples cannot take its place."""
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        raise DatalensError("Poisson samples need to reach any record: give a data set with a length, not a stream")
-    if loader.drop_last:
-        raise DatalensError("drop_last leaves records out that Poisson sampling must be able to draw: leave it out")
-    if loader.batch_sampler is None:
-        raise DatalensError("the loader makes no batches: give it a batch_size")
-    plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in (SequentialSampler, RandomSampler)
-    if not plain or loader.batch_size is None:
-        name = type(loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler).__name__
-        raise DatalensError(f"{name} would be replaced by Poisson sampling, whose price is paid: leave the sampler out")
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-        raise DatalensError("sampling with replacement would be replaced by Poisson sampling: leave the sampler out")
-    return loader.batch_size, len(loader.dataset)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DatalensError(
+            "a private optimizer is not copied: both would spend one budget; for a checkpoint take its state_dict()"
+        )
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
@@ -326,17 +357,26 @@ def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise DatalensError(NO_GHOSTS)
     if isinstance(optimizer, DPOptimizer):
         raise DatalensError("this optimizer is private already: give the one it was made from")
+    if model in _IN_USE or optimizer in _IN_USE:
+        raise DatalensError(
+            "make_private was given this model or optimizer before: a second budget would be spent beside the first; "
+            "to train on, load its state_dict into a new model, and count both"
+        )
+    if isinstance(model, GradSampleModule):
+        if not model.batch_first:
+            raise DatalensError("this GradSampleModule has batch_first=False: rows must be records; leave it out")
+    elif hasattr(model, "autograd_grad_sample_hooks"):
+        raise DatalensError("this model has Opacus's hooks already: give its GradSampleModule, or a new model")
     for name, layer in model.named_modules():
-        if getattr(layer, "track_running_stats", False):
+        if isinstance(layer, _BatchNorm) or getattr(layer, "track_running_stats", False):
             raise DatalensError(
                 f"layer {name or 'model'} ({type(layer).__name__}) mixes records, and keeps statistics of them that no "
                 "noise is added to: use GroupNorm in its place (opacus.validators.ModuleValidator.fix(model), before "
                 "the optimizer is made), or compute its features beforehand"
             )
-    with contextlib.suppress(AttributeError):
-        errors = ModuleValidator.validate(model, strict=False)
-        if errors:
-            raise DatalensError(f"Opacus cannot train this model: {' '.join(str(errors[0]).split())}")
+    errors = ModuleValidator.validate(model, strict=False)
+    if errors:
+        raise DatalensError(f"Opacus cannot train this model: {' '.join(str(errors[0]).split())}")
     known = {id(p) for p in model.parameters()}
     used = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in used):
