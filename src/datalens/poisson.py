@@ -22,15 +22,14 @@ class PoissonBatches(Sampler[list[int]]):
     def __init__(self, count: int, gate: GradientGate) -> None:
         self._count, self._gate = count, gate
         self._sizes: deque[int] = deque()
-        self.on_new_pass: Callable[[], None] | None = None
+        self.on_new_pass: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        return max(1, round(1 / self._gate.schedule.rate))
+        return round(1 / self._gate.schedule.rate)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.forget()
-        if self.on_new_pass is not None:
-            self.on_new_pass()
+        self.on_new_pass()
         planned = self._gate.schedule.steps - self._gate.charged + self._gate.left
         for _ in range(min(len(self), planned)):  # the last epoch may be a part of one
             sample = poisson_sample(self._gate.noise, self._count, self._gate.schedule.rate).tolist()

@@ -256,6 +256,11 @@ class Stream(IterableDataset[Any]):
         return iter(data())
 
 
+class LongStream(Stream):
+    def __len__(self) -> int:
+        return COUNT
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +276,7 @@ class Normed(nn.Module):
     [
         ({"loader": DataLoader(data(), batch_size=8, drop_last=True)}, "drop_last"),
         ({"loader": DataLoader(Stream(), batch_size=8)}, "stream"),
+        ({"loader": DataLoader(LongStream(), batch_size=8)}, "stream"),
         ({"loader": DataLoader(data(), sampler=WeightedRandomSampler([1.0] * 64, 64), batch_size=8)}, "WeightedRandom"),
         ({"loader": DataLoader(data(), sampler=RandomSampler(data(), replacement=True), batch_size=8)}, "replacement"),
         ({"loader": DataLoader(data(), batch_size=None)}, "batch_size"),

@@ -239,6 +239,20 @@ def test_a_pass_that_was_broken_off_leaves_nothing_behind(after_step: bool, work
     assert rows == [COUNT]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_begins_anew(workers: int) -> None:
+    """What an earlier one drew, and no step was made of, is forgotten; what was paid for is not."""
+    model, optimizer, loader = private(workers=workers, epochs=10)
+    assert optimizer.plan.schedule.steps == 40 and optimizer.gate._block == 4
+    for _ in range(3):
+        learn(model, optimizer, *next(iter(loader)))
+    assert (optimizer.gate.charged, optimizer.gate.left) == (4, 1)
+    for _ in range(20):
+        for x, y in loader:
+            learn(model, optimizer, x, y)
+    assert optimizer.taken == 40
+
+
 def test_a_part_that_was_left_out_is_missed() -> None:
     model, optimizer, loader = private(batch=COUNT)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as small:
@@ -385,6 +399,21 @@ def test_under_autocast_a_step_is_as_private() -> None:
     assert {p.grad_sample.dtype for p in optimizer.params} == {torch.bfloat16}  # type: ignore[attr-defined]
     optimizer.step()
     assert optimizer.taken == 1
+
+
+def test_a_weighed_mean_is_no_mean() -> None:
+    """docs/dpsgd.md says so, and that nothing can notice: it is divided by the weights of all records of the batch."""
+    compress, weight = private()[1].plan.compress, torch.tensor([1.0, 100.0, 1.0])
+    x, y = data(count=90).tensors
+    x, y = torch.cat([x[y != 1], x[y == 1][:1]]), torch.cat([y[y != 1], y[y == 1][:1]])
+
+    def total(count: int, **asked: Any) -> Tensor:
+        model = GradSampleModule(network())
+        F.cross_entropy(model(x[:count]), y[:count], **asked).backward()
+        return compress.sum([p.grad_sample for p in model.parameters()]).private_total  # type: ignore[misc]
+
+    assert float((total(len(x)) - total(len(x) - 1)).norm()) <= compress.l2_bound
+    assert float((total(len(x), weight=weight) - total(len(x) - 1, weight=weight)).norm()) > 10 * compress.l2_bound
 
 
 def test_what_is_not_private_says_so_with_its_epsilon(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,7 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
 def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
     """Σ scale_i · rows_i, [d] float64, of [n] float64 and [n, d]; a few rows at a time are widened."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    size = max(1, (2 * _GPU_BYTES if rows.is_cuda else 4 * _CPU_BYTES) // (8 * max(1, rows.shape[1])))
+    size = max(1, (_GPU_BYTES // 2 if rows.is_cuda else 4 * _CPU_BYTES) // (8 * max(1, rows.shape[1])))
     for few, weights in zip(rows.split(size), scale.split(size), strict=True):
         total += weights @ few.to(torch.float64)
     return total

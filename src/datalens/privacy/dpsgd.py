@@ -1,8 +1,8 @@
 """The gate for parameter gradients (DP-SGD): Poisson samples, and sums of their bounded rows with Gaussian noise.
 
 Differs from Opacus: every step is charged before its noise is drawn, and noise and samples come from the operating
-system. The noise is float64 and is added to a float32 sum: what leaks through the low bits of such a sum (Mironov 2012)
-is not priced, as it is not by anybody who trains in floating point. The certificate says so.
+system. The noise is float64 and is added to a sum of float32 rows: what leaks through the low bits of such a sum
+(Mironov 2012) is not priced, as it is not by anybody who trains in floating point. The certificate says so.
 """
 
 import math
