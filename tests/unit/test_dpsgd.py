@@ -1,6 +1,8 @@
 """make_private: plain Opacus at k = 1, what it refuses and how it says so, and the ways a batch may come."""
 
+import inspect
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils.data import (
 import datalens
 from datalens.bounded.norm_topk import NormTopK
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.dpsgd import Plan, PrivateOptimizer, attach, make_private, plan_steps
+from datalens.methods.dpsgd import Plan, PrivateOptimizer, make_private, plan_steps
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
@@ -128,6 +130,29 @@ def test_three_lines_and_the_loop_stays_as_it_was() -> None:
     optimizer._batches = None
     with pytest.raises(BudgetExceeded, match="all 16 steps"):
         train(model, optimizer, batches()[:1])
+
+
+def test_what_a_plan_is_made_of() -> None:
+    budget = Budget(epsilon=2.0, delta=1e-3, relation="add-remove", accountant="rdp-improved")
+    facts: dict[str, Any] = {"budget": budget, "nominal_size": 100, "clip": 1.0}
+    plan = plan_steps(**facts, batch_size=10, epochs=0.001)
+    assert (plan.schedule.steps, plan.schedule.rate, plan.compress.topk, plan.batch_size) == (1, 0.1, 1.0, 10)
+    with pytest.raises(DatalensError, match="batch-size must lie between 1"):
+        plan_steps(**facts, batch_size=0, epochs=1)
+    open_ended = plan_steps(**{**facts, "budget": replace(budget, epsilon=math.inf)}, batch_size=1, epochs=1, sigma=0.0)
+    assert open_ended.schedule.sigma == 0.0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_sum_is_not_divided(reduction: str) -> None:
+    model, optimizer, loader = private(epsilon=math.inf, clip=1e6, loss_reduction=reduction)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y, reduction=reduction).backward()
+    optimizer.step()
+    plain = network()
+    F.cross_entropy(plain(x), y, reduction="sum").backward()
+    for ours, whole in zip(optimizer.params, plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, whole.grad / (BATCH if reduction == "mean" else 1))  # type: ignore[operator]
 
 
 def test_noise_shrinks_with_the_bound() -> None:
@@ -283,7 +308,11 @@ class Normed(nn.Module):
         ({"clip": 0.0}, "clip"),
         ({"topk": 1.5}, "topk"),
         ({"epochs": -1}, "epochs"),
-        ({"sigma": -1.0}, "sigma"),
+        ({"epochs": 0}, "epochs must be a number above 0"),
+        ({"epochs": math.inf}, "epochs must be a number above 0"),
+        ({"sigma": -1.0}, "noise multiplier"),
+        ({"sigma": 0.0}, "noise multiplier"),
+        ({"sigma": math.inf}, "noise multiplier"),
         ({"epsilon": 0.0}, "epsilon"),
         ({"delta": 2.0}, "delta"),
         ({"nominal_size": 3}, "batch-size"),
@@ -312,13 +341,15 @@ def test_models_that_cannot_be_trained_are_named() -> None:
     frozen.norm.requires_grad_(False)  # its statistics would still be taken from records
     with pytest.raises(DatalensError, match="BatchNorm1d"):
         private(frozen)
+    with pytest.raises(DatalensError, match=r"layer 0 \(InstanceNorm1d\)"):
+        private(nn.Sequential(nn.InstanceNorm1d(6, track_running_stats=True), nn.Linear(6, 3)))
     with pytest.raises(DatalensError, match=r"Opacus cannot train this model.*LSTM"):
         private(nn.LSTM(6, 3))
     model = network()
     with pytest.raises(DatalensError, match=r"parameter 2\.weight is trainable and not in the optimizer"):
         private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))  # type: ignore[index]
     with pytest.raises(DatalensError, match="the model has not"):
-        private(model, optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
+        private(model, optimizer=torch.optim.SGD([*model.parameters(), *network().parameters()], lr=0.1))
     model.requires_grad_(False)
     with pytest.raises(DatalensError, match="nothing to train"):
         private(model)
@@ -353,6 +384,29 @@ def test_misuse_of_the_loop_is_said() -> None:
         optimizer.step()
 
 
+def test_a_layer_without_a_part_in_the_loss_is_said() -> None:
+    model = network()
+    model.add_module("idle", nn.Linear(2, 2))
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign, index, operator]
+    made, optimizer, loader = private(model)
+    with pytest.raises(DatalensError, match="freeze what the loss does not depend on"):
+        train(made, optimizer, loader)
+    for p in made.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(DatalensError, match="nothing to train"):
+        optimizer.step()
+
+
+def test_persons_are_summed_as_persons() -> None:
+    """And a gate that was paid for records does not let them through."""
+    model, optimizer, loader = private()
+    x, y = next(batch for batch in loader if len(batch[0]))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.whose, optimizer._batches = torch.zeros(len(x), dtype=torch.int64), None
+    with pytest.raises(ValueError, match="bounded by something else"):
+        optimizer.step()
+
+
 def test_replace_one_is_refused() -> None:
     budget = Budget(epsilon=1.0, delta=1e-3, relation="replace-one", accountant="rdp-improved")
     with pytest.raises(DatalensError, match="add-remove"):
@@ -361,4 +415,4 @@ def test_replace_one_is_refused() -> None:
 
 def test_it_is_part_of_the_library() -> None:
     assert datalens.make_private is make_private and "make_private" in datalens.__all__
-    assert callable(attach)
+    assert inspect.signature(make_private).parameters["accountant"].default == "prv"

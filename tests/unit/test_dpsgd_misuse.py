@@ -38,7 +38,8 @@ def private(model: nn.Module | None = None, *, workers: int = 0, batch: int = 16
     asked = {"epsilon": 2.0, "delta": 1e-3, "epochs": 4, "clip": 1.0, "accountant": "rdp-improved", **asked}
     asked.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     asked.setdefault("loader", DataLoader(data(), batch_size=batch, num_workers=workers))
-    return make_private(model, noise_seed=0, **asked)
+    asked.setdefault("noise_seed", 0)
+    return make_private(model, **asked)
 
 
 def learn(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
@@ -56,6 +57,7 @@ def refused(said: str, step: Callable[[], object], optimizer: PrivateOptimizer) 
     assert optimizer.taken == before[0] and optimizer._sum is None
     assert all(torch.equal(a, b) for a, b in zip(optimizer.params, before[1], strict=True))
     assert all(p.grad is None and p.grad_sample is None for p in optimizer.params)
+    assert optimizer._batches is not None and not optimizer._batches._sizes  # until the next pass
 
 
 # --- one row is one record ----------------------------------------------------------------------------------------
@@ -295,6 +297,8 @@ def test_the_optimizer_that_was_given_makes_no_steps_any_more() -> None:
     assert torch.equal(model[0].weight, before)
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
+    with pytest.raises(DatalensError, match="whose gradients have no noise"):
+        own.step()
     slower.step()
     assert own.param_groups[0]["lr"] == pytest.approx(0.01)
 
@@ -417,15 +421,10 @@ def test_a_weighed_mean_is_no_mean() -> None:
 
 
 def test_what_is_not_private_says_so_with_its_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "NOT PRIVATE" in private()[1].epsilon_spent()
-    assert "NOT PRIVATE" in private(epsilon=math.inf)[1].epsilon_spent()
-    model = network()
-    own, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=16)
-    facts: dict[str, Any] = {"epochs": 1, "clip": 1.0, "accountant": "rdp-improved"}
-    capsys.readouterr()
-    _, optimizer, _ = make_private(model, own, loader, epsilon=2.0, delta=1e-3, **facts)
-    assert "NOT PRIVATE" not in optimizer.epsilon_spent()
-    assert capsys.readouterr().err == ""
+    for asked in ({"epsilon": 2.0}, {"epsilon": math.inf, "noise_seed": None}, {"epsilon": 2.0, "noise_seed": None}):
+        spent = private(**asked)[1].epsilon_spent()
+        private_at_all = asked == {"epsilon": 2.0, "noise_seed": None}
+        assert ("NOT PRIVATE" in spent) == ("NOT PRIVATE" in capsys.readouterr().err) == (not private_at_all)
 
 
 def test_budgets_that_promise_little_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:

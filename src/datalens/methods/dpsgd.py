@@ -161,20 +161,7 @@ def make_private(
     if noise_seed is not None or math.isinf(epsilon):
         say("NOT PRIVATE: the noise is seeded, or there is none")
     gate = GradientGate(_open_ledger(ledger, budget), plan.schedule, noise)
-    return attach(model, optimizer, loader, plan=plan, gate=gate, loss_reduction=loss_reduction)
-
-
-def attach(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: DataLoader[Any],
-    *,
-    plan: Plan,
-    gate: GradientGate,
-    loss_reduction: str = "mean",
-) -> "tuple[GradSampleModule, PrivateOptimizer, DataLoader[Any]]":
-    """The three, given a plan and a gate."""
-    batches = PoissonBatches(len(loader.dataset), gate)  # type: ignore[arg-type]
+    batches = PoissonBatches(count, gate)
     module = sampled_module(model, loss_reduction)
     private = PrivateOptimizer(optimizer, plan=plan, gate=gate, batches=batches, loss_reduction=loss_reduction)
     private.watch(module._module)
@@ -217,7 +204,6 @@ class PrivateOptimizer(DPOptimizer):
         self._buffers: Callable[[], dict[str, tuple[int, int]]] = dict
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_raw)
-        self._drop()
         if batches is not None:
             batches.on_new_pass = self._drop
 
@@ -256,17 +242,17 @@ class PrivateOptimizer(DPOptimizer):
                 "mode, and freeze what the loss does not depend on"
             )
         gradients = [p.grad_sample for p in self.params]
-        counts = sorted({len(g) for g in gradients})
-        if len(counts) > 1:
+        fewest, most = min(map(len, gradients)), max(map(len, gradients))
+        if fewest != most:
             raise DatalensError(
-                f"layers of the model saw {counts[0]} and {counts[-1]} rows of one batch: no layer may put several "
-                "records, or parts of one, into the first dimension"
+                f"layers of the model saw {fewest} and {most} rows of one batch: no layer may put several records, or "
+                "parts of one, into the first dimension"
             )
         if self.whose is None:
             self._sum = self.plan.compress.sum(gradients, onto=self._sum)
         else:
             self._sum = sum_persons(self.plan.compress, gradients, self.whose, onto=self._sum)
-        self._rows += counts[0]
+        self._rows += most
         self._passes = 0
         for p in self.params:
             p.grad_sample = None  # used once
@@ -305,7 +291,6 @@ class PrivateOptimizer(DPOptimizer):
         try:
             self.clip_and_accumulate()
             if self._check_skip_next_step():
-                self._is_last_step_skipped = True
                 return False
             self.add_noise()
         except BaseException:
@@ -314,7 +299,6 @@ class PrivateOptimizer(DPOptimizer):
                 self._batches.forget()
             raise
         self.scale_grad()
-        self._is_last_step_skipped = False
         return True
 
     def step(self, closure: Any = None) -> Any:
@@ -324,16 +308,10 @@ class PrivateOptimizer(DPOptimizer):
         finally:
             self._stepping = False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if not self._is_last_step_skipped:
-            self._sum, self._rows = None, 0
-
     def _drop(self) -> None:
         """All that is known of records: gradients, and sums of parts of a batch."""
         self._sum, self._rows, self._passes = None, 0, 0
         self._step_skip_queue.clear()
-        self._is_last_step_skipped = False
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = p.grad_sample = None
