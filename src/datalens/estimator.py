@@ -57,6 +57,7 @@ class Certificate:
 
 # Options of `datalens train` that have another place here, or none: what is ignored in silence is not asked for.
 _NOT_HERE = ("data", "data_folder", "out", "resume", "json", "budget", "nominal_size")
+_OWN = ("epsilon", "delta", "method", "relation", "preset", "warm_start", "accountant", "noise", "seed", "device")
 _OF_FILES = ("label", "classes", "image_size", "grayscale", "record_id")
 
 
@@ -73,6 +74,8 @@ class DataLens(BaseEstimator):
     - `name`: of the data set, for the certificate.
     - `seed`: of training randomness. Privacy noise comes from the operating system.
     - `budget`: folder of the data set's own budget (docs/budget.md).
+    - `group_name`: what the ids given to `fit` as `groups` are, such as "patient". Needed with `budget`, which must
+      not add up what was paid for visits and for patients.
     - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again.
     - `options`: any other option of `datalens train`, such as `{"coordinates": 100}`.
 
@@ -108,6 +111,7 @@ class DataLens(BaseEstimator):
         seed: int = 0,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         budget: Path_ | None = None,
+        group_name: str | None = None,
         out: Path_ | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -125,6 +129,7 @@ class DataLens(BaseEstimator):
         self.seed = seed
         self.device = device
         self.budget = budget
+        self.group_name = group_name
         self.out = out
         self.options = options
 
@@ -141,6 +146,13 @@ class DataLens(BaseEstimator):
         from datalens.training import train
 
         counted = "records" if groups is None else "persons"
+        if groups is not None and self.budget is not None and not self.group_name:
+            raise DatalensError("say what the ids in groups are, such as group_name='patient': budget= counts by it")
+        if hasattr(self, "release_") and self.budget is None:
+            warnings.warn(
+                "a second fit spends a second epsilon on records that are in both: budget= keeps count of them",
+                stacklevel=2,
+            )
         if self.nominal_size is None and self.relation == "add-remove":
             warnings.warn(
                 f"the true number of {counted} is declared public; under add-remove it is private: say about how many "
@@ -159,7 +171,8 @@ class DataLens(BaseEstimator):
         )
         home = tempfile.TemporaryDirectory(prefix="datalens-")  # for the owner's eyes only; gone with the model
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
-        train(self._asked(run), records=records)
+        asked = self._asked(run, group_name=self.group_name if groups is not None else None)
+        train(asked, given={*_OWN, *(self.options or {}), "noise_seed"} - {"device"}, records=records)
         if self.out is None:  # all but the release is private, and nobody asked for it
             for path in run.iterdir():
                 if path.name != "release":
@@ -242,20 +255,11 @@ class DataLens(BaseEstimator):
         model.classes_ = np.array(load_generator(release)[1])
         return model
 
-    def _asked(self, run: Path) -> TrainOptions:
-        own = (
-            "epsilon",
-            "delta",
-            "method",
-            "relation",
-            "preset",
-            "warm_start",
-            "accountant",
-            "noise",
-            "seed",
-            "device",
-        )
-        asked = {name: getattr(self, name) for name in own} | dict(self.options or {})
+    def _asked(self, run: Path, *, group_name: str | None) -> TrainOptions:
+        options = dict(self.options or {})
+        if both := [name for name in options if name in _OWN]:
+            raise DatalensError(f"options: {both[0]!r} is a parameter of DataLens itself: give it there")
+        asked = {name: getattr(self, name) for name in _OWN} | options
         kinds = get_type_hints(TrainOptions)
         unknown = [name for name in asked if name not in kinds or name in (*_NOT_HERE, *_OF_FILES)]
         if unknown:
@@ -264,7 +268,7 @@ class DataLens(BaseEstimator):
             _check_choice(name, value, kinds[name])
         folder = None if self.budget is None else Path(self.budget)
         begun = (run / "config.json").is_file()
-        return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, **asked)
+        return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, record_id=group_name, **asked)
 
     def _keep(self, release: Path, home: "tempfile.TemporaryDirectory[str]") -> None:
         self._home, self.release_ = home, release

@@ -70,13 +70,17 @@ def _restarted(options: TrainOptions) -> bool:
     return exists and restarted(read_config(options.out).get("launch"))
 
 
+# From Python nobody can tell what was named and what is a default; these are never taken for defaults.
+PROMISED = ("epsilon", "delta", "relation", "noise_seed")
+
+
 def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
     """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
     config = read_config(options.out)
     begun, asked = config["options"], options_as_dict(options)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name, value in asked.items():
-        named = getattr(options, name) != defaults[name] if given is None else name in given
+        named = name in PROMISED or getattr(options, name) != defaults[name] if given is None else name in given
         if named and value != begun.get(name):
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"

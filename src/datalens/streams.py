@@ -56,7 +56,9 @@ def row_keys(seed: int, *parts: object, teachers: Tensor) -> tuple[Tensor, Tenso
 
 def _row_keys(key: int, teachers: Tensor) -> tuple[Tensor, Tensor]:
     low, high = _signed32(key & 0xFFFFFFFF), _signed32(key >> 32)
-    row = _mix(_mix(teachers.to(torch.int32) ^ low) + high)
+    numbers = teachers.to(torch.int64)
+    upper = (numbers >> 32).to(torch.int32)  # 0 for teachers that are counted
+    row = _mix(_mix(numbers.to(torch.int32) ^ low) + high + upper)
     return row, _mix(row + _signed32(0x9E3779B9))
 
 

@@ -41,7 +41,8 @@ NEWS_SECONDS = 60.0  # a network file system may take this long to show a machin
 def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
     """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
 
-    - `given`: options that were named by the caller, where that is known; one may repeat a default and mean it.
+    - `given`: options that were named by the caller, where that is known; one may repeat a default and mean it. Where
+      it is not, and a run goes on, epsilon, delta, relation and noise_seed must be those it was begun with.
     - `records`: in the place of a file; `options.data` is then no more than a name.
     """
     from datalens.distributed import World

@@ -555,7 +555,7 @@ def test_tampered_weights(datalens, copy, change):
     refutes(datalens, copy, "generator.safetensors")
 
 
-@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c[:100], lambda c: b"", lambda c: b"x" * 1000])
+@pytest.mark.parametrize("change", [flip, lambda c: c[:-1], lambda c: c[:100], lambda c: b"", lambda c: b"x" * 1000])
 def test_sample_from_damaged_weights(datalens, copy, tmp_path, change):
     path = copy / "release" / "generator.safetensors"
     path.write_bytes(change(path.read_bytes()))
@@ -574,6 +574,8 @@ def test_swapped_release(datalens, small, copy, tmp_path):
     datalens("train", *small, "--steps", 3, "--seed", 1, "--out", tmp_path / "other").succeeded()
     shutil.copy(tmp_path / "other" / "release" / "generator.safetensors", copy / "release")
     refutes(datalens, copy, "generator.safetensors")
+    line = datalens("sample", copy, "--out", tmp_path / "s.npz", "--count", 10).refused()
+    assert "is not the file the certificate was written for" in line and not (tmp_path / "s.npz").exists()
 
 
 # --- what was damaged -------------------------------------------------------------------------

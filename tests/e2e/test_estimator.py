@@ -131,6 +131,43 @@ def test_a_kept_run_goes_on_with_its_own_data(tmp_path: Path) -> None:
         clone(asked).fit(images[:200], labels[:200])
 
 
+@pytest.mark.parametrize("begun", [{"epsilon": 8.0}, {"delta": 1e-4}, {"relation": "replace-one"}, {"seed": 3}])
+def test_a_kept_run_is_what_is_asked_for(begun: dict[str, Any], tmp_path: Path) -> None:
+    """Defaults are asked for, too: a release with another promise is not given in their place."""
+    own = {"options": SMALL["options"], **PUBLIC, "out": tmp_path / "run"}
+    DataLens(**{"epsilon": 20.0, **begun}, **own).fit(*pictures())
+    with pytest.raises(DatalensError, match=f"was begun with {next(iter(begun))} {next(iter(begun.values()))}"):
+        DataLens(**({} if "epsilon" in begun else {"epsilon": 20.0}), **own).fit(*pictures())
+
+
+def test_a_run_with_seeded_noise_does_not_become_private(tmp_path: Path) -> None:
+    images, labels = pictures()
+    seeded = SMALL | {"options": SMALL["options"] | {"noise_seed": 7}}
+    asked = DataLens(**seeded, **PUBLIC, out=tmp_path / "run").fit(images, labels)
+    assert asked.certificate.private is False
+    with pytest.raises(DatalensError, match="was begun with noise-seed 7"):
+        DataLens(**SMALL, **PUBLIC, out=tmp_path / "run").fit(images, labels)
+
+
+def test_a_second_fit_is_a_second_release() -> None:
+    model = DataLens(**SMALL, **PUBLIC).fit(*pictures())
+    with pytest.warns(UserWarning, match="a second fit spends a second epsilon"):
+        model.fit(*pictures())
+
+
+def test_ids_of_persons_have_a_name_where_budgets_count_by_it(tmp_path: Path) -> None:
+    from datalens.privacy.budget import Cap, DataBudget
+
+    DataBudget.create(tmp_path / "b", Cap(epsilon=90.0, delta=1e-2, relation="add-remove")).close()
+    images, labels = pictures()
+    own: dict[str, Any] = {**SMALL, **PUBLIC, "budget": tmp_path / "b"}
+    with pytest.raises(DatalensError, match="group_name='patient'"):
+        DataLens(**own).fit(images, labels, groups=range(300))
+    DataLens(**own, group_name="visit").fit(images, labels, groups=range(300))
+    with pytest.raises(DatalensError, match="by visit"):
+        DataLens(**own, group_name="patient").fit(images, labels, groups=[i // 3 for i in range(300)])
+
+
 def test_the_data_sets_budget(tmp_path: Path) -> None:
     from datalens.privacy.budget import Cap, DataBudget
 
@@ -161,6 +198,8 @@ def test_a_person_with_several_images_is_protected_as_a_whole(tmp_path: Path) ->
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"options": {"textures": 0}}, "'textures' is no option"),
         ({"options": {"out": "x"}}, "'out' is no option"),
+        ({"options": {"epsilon": 50.0}}, "'epsilon' is a parameter of DataLens itself"),
+        ({"options": {"relation": "replace-one"}}, "'relation' is a parameter of DataLens itself"),
         ({"options": {"record_id": "patient"}}, "'record_id' is no option"),
         ({"options": {"nominal_size": 5}}, "'nominal_size' is no option"),
         ({"nominal_size": 0}, "nominal_size must be"),

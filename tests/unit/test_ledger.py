@@ -1,14 +1,18 @@
 """The ledger: charged durably before noise exists, refused past the budget, and every edited byte shows."""
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
 import math
 import os
+import pickle
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,9 @@ from hypothesis import strategies as st
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
 from datalens.privacy import ledger as ledger_module
+from datalens.privacy.accountant import Accountant
 from datalens.privacy.events import GaussianEvent, NoiseOrigin, UnknownEvent
-from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger
+from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger, upwards
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SeededNoise
 from datalens.privacy.released import Released
@@ -96,6 +101,88 @@ def test_an_epsilon_is_never_shown_alone() -> None:
     text = BUDGET.describe(0.5)
     for part in ("0.5", "1e-05", "add-remove", "exact"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "said"),
+    [
+        (1.0, 6, "1"),
+        (1.00000499, 6, "1.00001"),
+        (1.0000049e-5, 6, "1.00001e-05"),
+        (0.18331, 4, "0.1834"),
+        (0.18334, 4, "0.1834"),
+        (0.1833, 4, "0.1833"),
+        (0.30000000000000004, 4, "0.3"),
+        (81704.96, 4, "8.171e+04"),
+        (math.inf, 4, "inf"),
+        (0.0, 4, "0"),
+    ],
+)
+def test_no_figure_is_rounded_down(value: float, digits: int, said: str) -> None:
+    assert upwards(value, digits) == said
+
+
+# --- one ledger, one spender ----------------------------------------------------------------------------------------
+
+
+def test_a_ledger_is_not_copied(path: Path) -> None:
+    for ledger in (Ledger.in_memory(BUDGET), Ledger.create(path, BUDGET)):
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(DatalensError, match="both would spend"):
+                copied(ledger)
+        ledger.close()
+
+
+def test_a_forked_process_does_not_charge(path: Path) -> None:
+    ledger = Ledger.create(path, BUDGET)
+    child = os.fork()
+    if child == 0:
+        try:
+            ledger.charge(make_event(step=0))
+        except DatalensError as error:
+            os._exit(7 if "belongs to the process" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    ledger.charge(make_event(step=0))
+    ledger.close()
+    assert len(read_ledger(path)[1]) == 1
+
+
+class Slow(Accountant):
+    """Looks for a while before it answers."""
+
+    def epsilon(self, events: Any, delta: float) -> float:
+        found = super().epsilon(events, delta)
+        time.sleep(0.02)
+        return found
+
+
+def charged_by_threads(monkeypatch: pytest.MonkeyPatch) -> float:
+    """What eight threads spend of a budget that has room for one of them."""
+    ledger = Ledger.in_memory(BUDGET)
+    monkeypatch.setattr(Budget, "pricing", lambda self: Slow(name=self.accountant))
+    sigma = next(s for s in (1.5**n for n in range(60)) if priced(s) <= BUDGET.epsilon)
+
+    def charge(step: int) -> None:
+        with contextlib.suppress(BudgetExceeded):
+            ledger.charge(make_event(step=step, sigma=sigma))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(charge, range(8)))
+    return ledger.spent()
+
+
+def priced(sigma: float) -> float:
+    return Accountant(name=BUDGET.accountant).epsilon([make_event(step=0, sigma=sigma)], BUDGET.delta)
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert charged_by_threads(monkeypatch) <= BUDGET.epsilon
+
+
+def test_a_twin_without_turns_overspends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "charge", Ledger._charge)
+    assert charged_by_threads(monkeypatch) > BUDGET.epsilon
 
 
 # --- charging -------------------------------------------------------------------------------------------------------

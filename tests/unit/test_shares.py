@@ -139,14 +139,14 @@ def test_parts_of_the_teachers_add_up_to_all(cuts: tuple[int, ...], spill: Calla
 
 def test_the_fingerprint_is_a_sum_of_hashes() -> None:
     dataset = data()
-    expected = 0
+    expected, teachers = 0, RULE.shares(np.arange(COUNT), record_keys(dataset.images, dataset.ids)).tolist()
     for index, (label, image) in enumerate(zip(dataset.labels.tolist(), dataset.images, strict=True)):
-        start = index.to_bytes(8, "little") + label.to_bytes(8, "little")
+        start = b"".join(number.to_bytes(8, "little") for number in (index, label, teachers[index]))
         expected += int.from_bytes(hashlib.sha256(start + image.tobytes()).digest(), "little")
     assert gather(dataset).fingerprint == expected % 2**256
 
 
-@pytest.mark.parametrize("change", ["pixel", "label", "order", "removed"])
+@pytest.mark.parametrize("change", ["pixel", "label", "order", "removed", "id"])
 def test_the_fingerprint_sees_every_change(change: str) -> None:
     dataset = data()
     images, labels, ids = dataset.images.copy(), dataset.labels.copy(), dataset.ids
@@ -155,6 +155,8 @@ def test_the_fingerprint_sees_every_change(change: str) -> None:
         images[7, 0, 0, 0] ^= 1
     elif change == "label":
         labels[7] ^= 1
+    elif change == "id":  # and with it the teacher
+        ids = np.where(np.arange(COUNT) == 7, 77, ids)
     elif change == "order":
         images[[7, 8]], labels[[7, 8]] = images[[8, 7]], labels[[8, 7]]
     else:

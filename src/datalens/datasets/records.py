@@ -4,6 +4,7 @@ A reader is asked for blocks and decodes only what is wanted, so that a data set
 and a machine that holds some of the teachers decodes only what these see.
 """
 
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,9 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     """
     if isinstance(identity, bytes):
         identity = identity.decode(errors="surrogateescape")
-    if identity is None or identity != identity or (isinstance(identity, str) and _spelled(identity) in MISSING):
+    gap = identity is None or type(identity).__name__ in ("NAType", "NaTType")  # pandas', which equal nothing
+    gap = gap or (isinstance(identity, float) and math.isnan(identity))
+    if gap or (isinstance(identity, str) and _spelled(identity) in MISSING):
         raise DatalensError(f"{where} has no id that says whose it is: every record needs one with --record-id")
     if type(identity) not in (str, int):
         raise DatalensError(

@@ -11,9 +11,11 @@ import json
 import math
 import os
 import secrets
+import threading
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any, NoReturn, get_args
 
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.privacy.accountant import ACCOUNTANTS, Accountant, AccountantName
@@ -46,10 +48,18 @@ class Budget:
 
     def describe(self, epsilon: float) -> str:
         """An ε is never printed without the rest."""
-        return f"ε = {epsilon:.4g} (δ = {self.delta:g}, {self.relation}, {self.accountant} accountant)"
+        return f"ε = {upwards(epsilon, 4)} (δ = {upwards(self.delta)}, {self.relation}, {self.accountant} accountant)"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "epsilon": json_number(self.epsilon)}
+
+
+def upwards(value: float, digits: int = 6) -> str:
+    """As many digits as said, and never less than it is (but for the last bits of a float)."""
+    text = f"{value:.{digits}g}"
+    if not value > float(text) * (1 + 1e-9):
+        return text
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)):.{digits}g}"
 
 
 def json_number(value: float) -> float | str:
@@ -58,7 +68,10 @@ def json_number(value: float) -> float | str:
 
 
 class Ledger:
-    """An append-only list of charged events. `charge` is the only way to add one."""
+    """An append-only list of charged events. `charge` is the only way to add one.
+
+    One process has it, and one thread at a time charges: copies, by pickle or by fork, would each spend all of it.
+    """
 
     def __init__(self, budget: Budget, events: list[Event], *, last_hash: str, file: IO[bytes] | None) -> None:
         self.budget = budget
@@ -66,6 +79,7 @@ class Ledger:
         self._last_hash = last_hash
         self._file = file
         self._broken = False
+        self._turn, self._process = threading.Lock(), os.getpid()
 
     @classmethod
     def in_memory(cls, budget: Budget) -> "Ledger":
@@ -115,6 +129,12 @@ class Ledger:
 
     def charge(self, event: Charge) -> int:
         """Record the event durably and return its number; refuse, and write nothing, if it would overspend."""
+        if os.getpid() != self._process:
+            raise DatalensError("this ledger belongs to the process that was forked: charge it there, and only there")
+        with self._turn:
+            return self._charge(event)
+
+    def _charge(self, event: Charge) -> int:
         if self._broken:
             raise DatalensError("the ledger could not be written; free some disk space, then continue with --resume")
         if event.relation != self.budget.relation:
@@ -144,6 +164,9 @@ class Ledger:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DatalensError("a ledger is not copied or sent to another process: both would spend all of its budget")
 
 
 def read_ledger(path: Path) -> tuple[Budget, tuple[Event, ...]]:

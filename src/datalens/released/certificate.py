@@ -18,7 +18,7 @@ from datalens.privacy.events import (
     Event,
     UnknownEvent,
 )
-from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number
+from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, upwards
 from datalens.settings import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
@@ -181,7 +181,7 @@ def statement(budget: Budget, *, private: bool, unit: str) -> str:
         return f"{NOT_PRIVATE}: trained without noise, or with noise from a known seed; no guarantee holds."
     neighbours = "present or absent" if budget.relation == "add-remove" else "replaced by another"
     return (
-        f"({budget.epsilon:g}, {budget.delta:g})-differentially private for one {unit} {neighbours} "
+        f"({upwards(budget.epsilon)}, {upwards(budget.delta)})-differentially private for one {unit} {neighbours} "
         f"({budget.relation}), priced by the {budget.accountant} accountant."
     )
 
@@ -191,7 +191,7 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     c = certificate
     epsilon, delta, spent = float(c["budget"]["epsilon"]), float(c["budget"]["delta"]), float(c["epsilon_spent"])
     stamp = "" if c["private"] else f" **{NOT_PRIVATE}.**"
-    cost = f"ε = {spent:.4g} (δ = {delta:g}, {c['relation']}, {c['accountant']} accountant)"
+    cost = f"ε = {upwards(spent, 4)} (δ = {upwards(delta)}, {c['relation']}, {c['accountant']} accountant)"
     made = "a classifier trained on" if c["settings"].get("method") == "dpsgd" else "synthetic data made from"
     lines = [f"# Privacy certificate: {made} {c['public']['name']}", "", f"**{c['statement']}**", ""]
     if c["private"]:
@@ -199,8 +199,8 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         lines += [
             f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, can "
             f"hardly tell whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
-            f"{math.exp(min(epsilon, 700.0)):.3g}, except with a probability of about δ = {delta:g}. It stays so "
-            "whatever is done with the folder later.",
+            f"{math.exp(min(epsilon, 700.0)):.3g}, except with a probability of about δ = {upwards(delta)}. It stays "
+            "so whatever is done with the folder later.",
             "",
         ]
     else:
@@ -209,8 +209,8 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         "| | |",
         "|---|---|",
         f"| protected | {c['privacy_unit']}; data sets that differ in one are {c['relation']} neighbours |",
-        f"| budget | ε = {epsilon:g} (δ = {delta:g}, {c['relation']}, {c['accountant']} accountant), fixed before "
-        f"training.{stamp} |",
+        f"| budget | ε = {upwards(epsilon)} (δ = {upwards(delta)}, {c['relation']}, {c['accountant']} accountant), "
+        f"fixed before training.{stamp} |",
         f"| spent | {cost}, in {c['mechanism']['events']} releases.{stamp} |",
         f"| mechanism | {c['mechanism']['name']}; {c['mechanism']['sensitivity']} |",
         f"| noise | {c['mechanism']['noise']}, from: {', '.join(c['noise']['origin'])}; "

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from datalens import streams
 from datalens.datasets.schema import Schema
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, TamperedError
 from datalens.pages import REPORT
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
@@ -238,6 +238,12 @@ def sample(
     if certificates.weights_of(certificate) == certificates.MODEL:
         raise DatalensError(
             f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
+        )
+    weights = certificates.weights_of(certificate)
+    if certificates.file_hash(release / weights) != certificate["sha256"].get(weights):
+        raise TamperedError(
+            f"{release / weights} is not the file the certificate was written for: `datalens verify` says more; fetch "
+            "the release again"
         )
     generator, names = load_generator(release)
     among = None if labels is None else numbers_of(labels, names)
