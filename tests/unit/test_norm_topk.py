@@ -373,6 +373,23 @@ def test_a_gpus_way_to_the_length_of_a_row(d: int) -> None:
     torch.testing.assert_close(squares_by_torch(rows), rows.double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
+def test_a_gpus_way_over_many_coordinates() -> None:
+    """One float32 norm over all of them is a thousandth off."""
+    rows = torch.full((2, 10**6), 1e-3)
+    rows[:, ::7] = 3e-4
+    whole = rows.double().square().sum(dim=1)
+    torch.testing.assert_close(squares_by_torch(rows), whole, rtol=1e-6, atol=0)
+    at_once = torch.linalg.vector_norm(rows, dim=1).double().square()
+    assert not torch.allclose(at_once, whole, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("topk", "selector"), [(1.0, "norm"), (0.5, "none"), (0.5, "dim"), (0.5, "norm")])
+def test_a_row_goes_over_all_parameters(topk: float, selector: Selector) -> None:
+    rows, compress = heavy(5, 60), NormTopK(clip=1.0, topk=topk, selector=selector)
+    parts = compress.sum([rows[:, :12].reshape(5, 3, 4), rows[:, 12:24], rows[:, 24:]]).private_total
+    torch.testing.assert_close(parts, compress.sum([rows]).private_total, rtol=1e-6, atol=1e-7)
+
+
 def test_a_row_is_clipped_as_it_came_and_then_cut_to_its_bound() -> None:
     squares, kept = np.array([100.0, 100.0, 9.0, 9.0, 4.0]), np.array([64.0, 1.0, 9.0, 4.0, 0.0])
     expected = [math.sqrt(0.5) * 4 / 8, 0.4, math.sqrt(0.5) * 4 / 3, 1.0, 0.0]  # clip 4, and √½·4 of what is kept
