@@ -1,8 +1,14 @@
 """The command line: one thin subcommand per verb. Progress and messages go to stderr, results to stdout."""
 
+import contextlib
+import difflib
+import errno
+import io
+import json
 import os
+import re
 import sys
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 import tyro
 from tyro.conf import subcommand
@@ -63,19 +69,22 @@ def main(arguments: list[str] | None = None) -> None:
             _fail(f"say for which shell: --completion {', '.join(SHELLS)}", 2)
         arguments = ["--tyro-print-completion", arguments[1]]
     given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+    _say.json = "json" in given
+    command = None
     try:
-        sys.exit(_run(_parse(arguments), given))
+        command = _parse(arguments)
+        sys.exit(_run(command, given))
     except SaidElsewhere as error:
         sys.exit(error.exit_code)
     except DatalensError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _fail("stopped", EXIT_INTERRUPTED)
+        _fail(_stopped(arguments[0], getattr(command, "out", None)), EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output went away: not our trouble
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'}: {error.strerror or error}: check space and permissions", 2)
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}: {_advice(error)}", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own on a CPU
             raise
@@ -88,6 +97,10 @@ def _commands() -> dict[str, Any]:
 
 def _parse(arguments: list[str]) -> Any:
     """A parser for the one verb that was named: for all of them it takes half a second to build."""
+    if arguments[0] not in _commands() and not arguments[0].startswith("-"):
+        near = difflib.get_close_matches(arguments[0], _commands(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise DatalensError(f"there is no command {arguments[0]!r}: {hint}`datalens --help` lists them")
     asked: dict[str, Any] = {"f": Command, "prog": "datalens", "description": DESCRIPTION, "args": arguments}
     if arguments[0] in _commands():
         asked = {"f": _commands()[arguments[0]], "prog": f"datalens {arguments[0]}", "args": arguments[1:]}
@@ -97,7 +110,46 @@ def _parse(arguments: list[str]) -> Any:
         tyro.conf.FlagCreatePairsOff,
         tyro.conf.PositionalMetavarFromFieldName,
     )
-    return tyro.cli(config=config, **asked)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(config=config, **asked)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise DatalensError(in_one_line(said.getvalue(), str(asked["prog"]))) from None
+
+
+def in_one_line(box: str, prog: str) -> str:
+    """What tyro says in a box of many lines, drawn with lines where the terminal has them."""
+    ruled = [re.sub(r"[─-]{4,}", "", line) for line in box.splitlines()]
+    inside = [re.sub(r"^(╭─|\+-|[│|╭╰+])|[│|╮╯+]\s*$", "", line).rstrip() for line in ruled]
+    text = " ".join(" ".join(inside).split())
+    options = f"`{prog} --help` shows all options"
+    if found := re.search(r"Error parsing (\S+): (.*?)(?: Argument helptext: (.*?) For full|$)", text):
+        name, trouble, shown = found[1], found[2], found[3] or ""
+        value = re.search(r"\['(.*?)'\]|: '(.*?)'$", trouble)
+        kind = next((said for word, said in KINDS.items() if f"{name} {word}" in shown), None)
+        if value and kind:
+            return f"{name} must be {kind}, not {value[1] or value[2]!r}"
+        return f"{name}: {trouble}; {options}"
+    if found := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?),?\)", text):
+        return f"{found[2]} must be one of {found[3].replace(chr(39), '')}, not {found[1]!r}"
+    if found := re.search(r"Unrecognized (?:or misplaced )?options: (\S+?),? ", text + " "):
+        meant = re.search(r"Perhaps you meant: (--\S+)", text)
+        hint = f"did you mean {meant[1]}?" if meant else options
+        return f"{prog} has no {'option' if found[1].startswith('-') else 'place for'} {found[1]}: {hint}"
+    if found := re.search(r"Missing subcommand Expected one of \{(.*?)\}", text):
+        return f"{prog} needs one of {found[1]}; {options}"
+    if "Missing from" in text:
+        first = next(number for number, line in enumerate(inside) if "Missing from" in line) + 1
+        deep = len(inside[first]) - len(inside[first].lstrip())  # what each of them is for stands below it, farther in
+        names = [line.strip() for line in inside[first:] if re.match(f" {{{deep}}}\\S", line) and prog not in line]
+        return f"{prog} needs {' and '.join(names)}; {options}"
+    return f"{text[:300]}; {options}"
+
+
+KINDS = {"INT": "a whole number", "FLOAT": "a number", "{None}|INT": "a whole number", "{None}|FLOAT": "a number"}
 
 
 def _help() -> str:
@@ -111,10 +163,45 @@ def _help() -> str:
     )
 
 
-def _fail(message: str, code: int) -> None:
+class _Say:
+    json = False  # whether a machine listens
+
+
+_say = _Say()
+
+
+def _advice(error: OSError) -> str:
+    known = {
+        errno.ENOENT: "make the folder first, or check the name",
+        errno.ENOTDIR: "a file is where a folder should be: choose another name",
+        errno.EEXIST: "a file is where a folder should be: choose another name",
+        errno.EISDIR: "a folder is where a file should be: choose another name",
+    }
+    return known.get(error.errno or 0, "check space and permissions")
+
+
+def _stopped(verb: str, out: Any) -> str:
+    """What was paid for by then, and how to go on."""
+    if verb not in ("train", "sgd") or out is None or not (out / "ledger.jsonl").is_file():
+        return "stopped"
+    from datalens.privacy.ledger import read_ledger
+
+    with contextlib.suppress(DatalensError, OSError):
+        budget, events = read_ledger(out / "ledger.jsonl")
+        spent = budget.describe(budget.pricing().epsilon(events, budget.delta))
+        return f"stopped; {spent} is charged: go on with `datalens {verb} --out {out} --resume`"
+    return f"stopped: go on with `datalens {verb} --out {out} --resume`"
+
+
+def _fail(message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
     where = "" if rank == "0" else f"rank {rank}: "
-    sys.stderr.write(f"datalens: {where}{' '.join(message.split())}\n")
+    message = " ".join(message.split())
+    sys.stderr.write(f"datalens: {where}{message}\n")
+    if _say.json and rank == "0":
+        with contextlib.suppress(OSError):
+            sys.stdout.write(json.dumps({"error": message, "exit_code": code}) + "\n")
+            sys.stdout.flush()
     sys.exit(code)
 
 

@@ -71,7 +71,7 @@ class TrainOptions:
     .npz or idx (docs/data.md)."""
     data_folder: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Where a named data set lies that cannot be downloaded, such as celeba-gender."""
-    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for your own data)")] = None
     """For your own file or folder: about how many records it has, declared public (the true count is private)."""
     label: Label = None
     classes: Classes = None

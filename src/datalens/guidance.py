@@ -5,7 +5,7 @@ from typing import Any
 
 from datalens.datasets.schema import Schema
 from datalens.peers.settings import PeerSettings
-from datalens.privacy.ledger import Budget
+from datalens.privacy.ledger import Budget, Ledger
 from datalens.settings import AnySettings, MomentSettings, Settings, TrainSettings
 from datalens.texture import Texture
 from datalens.theory.choose import Suggestion, suggest_k
@@ -95,12 +95,36 @@ def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None
     if isinstance(settings, MomentSettings):
         records = schema.nominal_size / len(schema.classes)
         heard = 4 * _noise_of_counts(settings, schema, budget)
-        if records < max(heard, 20):  # what `methods.moments` leaves out
+        if schema.nominal_size < max(heard, 20):
+            found.append(hopeless(settings, schema, budget) or "")
+        elif records < max(heard, 20):  # what `methods.moments` leaves out
             found.append(
                 f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "
                 "raise --epsilon, bring more records, or make fewer classes of them"
             )
     return found
+
+
+def hopeless(settings: AnySettings, schema: Schema, budget: Budget) -> str | None:
+    """Why nothing can come of a plan, even if all records were of one class; None where something may."""
+    if not isinstance(settings, MomentSettings):
+        return None
+    least = max(4 * _noise_of_counts(settings, schema, budget), 20)
+    if schema.nominal_size >= least:
+        return None
+    return (
+        f"there are about {schema.nominal_size} records, and a class with less than {least:.3g} is left out: raise "
+        "--epsilon, or bring more records"
+    )
+
+
+def nothing_stands_out(schema: Schema, ledger: Ledger) -> str:
+    """For the end of a run whose first releases found no class: they are paid for, and it goes no further."""
+    spent = ledger.budget.describe(ledger.spent())
+    return (
+        f"no class of {schema.name} stands out of the noise, and this run ends here; {spent} is spent. Begin another "
+        f"with more --epsilon or more records; or --nominal-size is wrong: are there about {schema.nominal_size}?"
+    )
 
 
 def budget_warnings(budget: Budget, nominal_size: int) -> list[str]:

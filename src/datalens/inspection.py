@@ -4,6 +4,7 @@ Nothing here is private in the sense of ε: it is exact. It goes to the terminal
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +55,13 @@ def inspect(
     modes = Counter(look.kind.mode for look in looks if look.kind)
     per_class = Counter(dict.fromkeys(classes, 0))
     per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
-    whose = Counter(person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else []))
+    keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else [])]
+    whose = Counter(keys)
     persons = len(whose) if reading.record_id is not None else None
+    units = per_class  # of a class: what is protected, and counted
+    if persons is not None:
+        units = Counter(dict.fromkeys(classes, 0))
+        units.update(classes[label] for label, _ in {*zip(labels.tolist(), keys, strict=True)})
     found: dict[str, Any] = {
         "path": str(path),
         "records": len(labels),
@@ -63,16 +69,26 @@ def inspect(
         "most_images_of_a_person": max(whose.values()) if persons else None,
         "looked_into": len(looks),
         "classes": dict(per_class),
+        "persons_of_classes": None if persons is None else dict(units),
+        "test_images": _test_images(path, reading),
         "sizes": dict(sizes.most_common()),
         "modes": dict(modes.most_common()),
         "for": OWNER_ONLY,
     }
-    found |= _problems(looks, names, per_class, sizes, reading)
-    units = len(labels) if persons is None else persons
-    found["nominal_size"] = nominal_size or _round(units)
+    found |= _problems(looks, names, units, sizes, reading)
+    found["nominal_size"] = nominal_size or _round(len(labels) if persons is None else persons)
     found["nominal_size_declared"] = nominal_size is not None
     found["plans"] = _plans(path, listed, reading, found, delta)
     return found
+
+
+def _test_images(path: Path, reading: Reading) -> int | None:
+    """How many there are; None: `datalens evaluate` will have none to test on."""
+    try:
+        listed = formats.own_images(path, reading, "test")
+        return len(listed.images) if isinstance(listed, Dataset) else sum(len(s.ids) for s in listed.encoded(BLOCK))
+    except (DatalensError, OSError):
+        return None
 
 
 def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
@@ -135,14 +151,19 @@ def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list
 
 
 def _problems(
-    looks: list[Look], names: list[str], per_class: Counter[str], sizes: Counter[str], reading: Reading
+    looks: list[Look], names: list[str], units: Counter[str], sizes: Counter[str], reading: Reading
 ) -> dict[str, Any]:
     first: dict[bytes, str] = {}
     twice = []
     for look, name in zip(looks, names, strict=True):
         if look.digest and first.setdefault(look.digest, name) != name:
             twice.append(f"{name} is the same as {first[look.digest]}")
-    tiny = [f"class {name} has {count} records" for name, count in per_class.items() if count < TINY]
+    unit = "records" if reading.record_id is None else "persons"
+    tiny = [
+        f"class {name} has {count} {unit}, too few to say anything of: bring more, or put it into another class"
+        for name, count in units.items()
+        if count < TINY
+    ]
     mixed = []
     if len(sizes) > 1 and reading.image_size is None:
         mixed.append(f"{len(sizes)} sizes of image: choose one with --image-size")
@@ -203,9 +224,10 @@ def _schema(path: Path, listed: Found | Dataset, reading: Reading, found: dict[s
 
 
 def _round(count: int) -> int:
-    """Two figures that count, downwards: a public figure need not be near."""
-    unit = 10 ** max(1, len(str(count)) - 2)
-    return max(1, count // unit * unit)
+    """The nearest of a few round figures: a public one need not be near."""
+    unit = 10 ** (len(str(max(count, 1))) - 1)
+    figures = [max(1, round(part * unit)) for part in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)]
+    return min(figures, key=lambda figure: abs(math.log(figure / max(count, 1))))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -216,7 +238,11 @@ def lines(found: dict[str, Any]) -> list[str]:
         else (f" of {found['persons']} persons (up to {found['most_images_of_a_person']} each)")
     )
     classes = found["classes"]
-    shown = [f"  {name}: {count}" for name, count in list(classes.items())[:20]]
+    persons = found["persons_of_classes"]
+    shown = [
+        f"  {name}: {count}" + ("" if persons is None else f" images of {persons[name]} persons")
+        for name, count in list(classes.items())[:20]
+    ]
     more = [f"  … and {len(classes) - 20} more, {min(classes.values())} to {max(classes.values())} records each"]
     said = [
         f"{found['path']}: {found['records']} images{units}, {found['looked_into']} looked into",
@@ -226,6 +252,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         *(more if len(classes) > 20 else []),
         "sizes: " + ", ".join(f"{size} ({count})" for size, count in list(found["sizes"].items())[:NAMED]),
         "modes: " + ", ".join(f"{mode} ({count})" for mode, count in found["modes"].items()),
+        f"test images, for `datalens evaluate`: {found['test_images']}"
+        if found["test_images"]
+        else "no test images: `datalens evaluate` needs some that are not trained on (docs/data.md)",
     ]
     for name in ("unreadable", "duplicates", "tiny_classes", "mixed"):
         problems = found[name]

@@ -22,6 +22,11 @@ def say(message: str) -> None:
     console.print(message, markup=False)
 
 
+def counted(number: int, thing: str) -> str:
+    """1 run, 2 runs."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 @contextmanager
 def bar(description: str, total: float | None) -> Iterator[tuple[Progress, TaskID]]:
     """A progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`."""

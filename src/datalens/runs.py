@@ -357,7 +357,8 @@ def check_vacant(path: Path) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file() or not (path / "ledger.jsonl").is_file():
-        raise DatalensError(f"{path} is not a run: it has no config.json and ledger.jsonl")
+        there = "has no config.json and ledger.jsonl" if path.exists() else "does not exist"
+        raise DatalensError(f"{path} is not a run: it {there}; to begin one, leave out --resume")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         Schema.from_dict(config["schema"])

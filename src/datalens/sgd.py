@@ -314,7 +314,7 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         "interrupted": run.interrupted,
     }
     lost = gate.charged - gate.left - run.completed
-    wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
+    wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
     spent = budget.describe(run.ledger.spent())

@@ -15,7 +15,7 @@ from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
-from datalens.progress import say
+from datalens.progress import counted, say
 from datalens.runs import read_config, write_atomically
 from datalens.settings import AnySettings, MomentSettings, SgdSettings
 
@@ -162,8 +162,9 @@ def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
     }
     names = ", ".join(data.names) or "it"
     lines = [
-        f"cap: ε = {cap.epsilon:g} (δ = {cap.delta:g}, {cap.relation}), over all runs on {names}",
-        f"reserved by {len(data.reservations)} runs: {data.describe(spent, accountant)}",
+        f"cap: ε = {cap.epsilon:g} (δ = {cap.delta:g}, {cap.relation}, by the tightest accountant that applies), over "
+        f"all runs on {names}",
+        f"reserved by {counted(len(data.reservations), 'run')}: {data.describe(spent, accountant)}",
         f"left for one more run with Gaussian noise: {data.describe(left, 'exact')}",
     ]
     if not may_follow(data.charges):

@@ -15,7 +15,7 @@ from datalens.config import TrainOptions
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.guidance import warnings
+from datalens.guidance import hopeless, warnings
 from datalens.job import Job, make_job
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import code_of
@@ -119,7 +119,7 @@ def _from_moments(
     _release(run, model)
     spent, steps = run.ledger.spent(), run.completed
     lost = len(run.ledger.events) - steps
-    wasted = f" ({lost} more were charged, and lost by an interruption)" if lost else ""
+    wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
     say(
         f"done: {steps} releases{wasted}, spent {budget.describe(spent)}.{stamp} "
         f"Report: {run.path / 'release' / 'report.html'}"
@@ -300,6 +300,8 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     check_vacant(options.out)
     assert job.budget is not None
     check_room(options, job.settings, job.schema, job.budget)
+    if why := hopeless(job.settings, job.schema, job.budget):
+        raise DatalensError(f"nothing would come of this, and nothing was spent: {why}")
     for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None

@@ -37,15 +37,15 @@ class Result:
         return self
 
     def refused(self, code: int = 2, *, after_start: bool = False) -> str:
-        """One line a person can read, nothing on stdout, the right exit code. Returns the line.
+        """One line a person can read, the same for a machine that asked for it, the right exit code. Returns the line.
 
         `after_start`: the line about the plan may come before it.
         """
         assert self.code == code, self.err
-        assert self.out == ""
         assert "Traceback" not in self.err
         *before, line = self.err.splitlines() or [""]
         assert line.startswith("datalens: ")
+        assert self.out == "" or self.json == {"error": line.removeprefix("datalens: "), "exit_code": code}
         assert not [earlier for earlier in before if earlier.startswith("datalens: ")]
         assert after_start or not before
         return line

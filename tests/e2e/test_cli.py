@@ -63,7 +63,15 @@ def files(datalens, trained, tmp_path_factory):
     places = {"npz": folder / "s.npz", "parquet": folder / "s.parquet", "folder": folder / "pictures"}
     for place in places.values():
         found = only_json(datalens("sample", trained, "--out", place, "--count", 60, "--json"))
-        assert found == {"out": str(place), "count": 60, "private": True}
+        assert (found["out"], found["count"], found["private"]) == (str(place), 60, True)
+        said = {name: found[name] for name in ("epsilon", "delta", "relation", "accountant", "unit")}
+        assert said == {
+            "epsilon": 1.0,
+            "delta": 1e-5,
+            "relation": "add-remove",
+            "accountant": "exact",
+            "unit": "one image",
+        }
     return places
 
 

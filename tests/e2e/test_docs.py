@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from datalens.errors import DatalensError
+
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +107,7 @@ def test_a_command_that_does_not_exist_would_be_found() -> None:
 
     (words,) = commands("$ ls\ndatalens train --data mnist --epsilom 1 \\\n  --out a  # a remark\n")
     assert words == ["train", "--data", "mnist", "--epsilom", "1", "--out", "a"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(DatalensError, match="has no option --epsilom: did you mean --epsilon"):
         _parse(words)
     assert commands("torchrun --nproc-per-node=2 -m datalens train --out a") == [["train", "--out", "a"]]
 

@@ -122,7 +122,7 @@ def test_a_lost_texture_is_left_out(monkeypatch, datalens, tmp_path):
     before = charges(run)
     said = datalens("train", "--resume", "--out", run).succeeded().err
     assert "images are made without texture" in said
-    assert "7 releases (1 more were charged" in said
+    assert "7 releases (1 more charged" in said
     assert charges(run) == before
     datalens("verify", run).succeeded()
     datalens("sample", run, "--count", 10, "--out", tmp_path / "s.npz").succeeded()
@@ -186,10 +186,17 @@ def test_a_class_without_records_is_left_out_and_named(datalens, tmp_path):
 
 
 def test_hardly_any_budget_is_said(datalens, tmp_path):
-    line = datalens("train", "--data", "digits", "--epsilon", 0.01, "--out", tmp_path / "run").refused(
-        3, after_start=True
-    )
-    assert "no class of digits stands out of the noise" in line
+    """Where nothing can come of it, before anything is spent; else at the end, with what was."""
+    line = datalens("train", "--data", "digits", "--epsilon", 0.01, "--out", tmp_path / "run").refused()
+    assert "nothing was spent: there are about 1437 records" in line and not (tmp_path / "run").exists()
+    random = np.random.default_rng(0)
+    images, labels = random.integers(0, 256, (60, 8, 8), dtype=np.uint8), random.integers(0, 2, 60)
+    np.savez(tmp_path / "few.npz", images=images, labels=labels, classes=np.array(["a", "b"]))
+    asked = ("--data", tmp_path / "few.npz", "--nominal-size", 5000, "--epsilon", 0.1, "--out", tmp_path / "few")
+    line = datalens("train", *asked).refused(after_start=True)
+    assert "no class of few.npz stands out of the noise, and this run ends here; ε = " in line
+    assert "add-remove, exact accountant) is spent" in line and "are there about 5000?" in line
+    assert datalens("train", "--out", tmp_path / "few", "--resume").refused(after_start=True) == line
 
 
 @pytest.mark.parametrize(

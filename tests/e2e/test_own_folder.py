@@ -188,7 +188,7 @@ def test_inspect_of_arrays(datalens, tmp_path):
     images = np.concatenate([stripes(label, 30, seed=0) for label in range(3)])
     np.savez(tmp_path / "a.npz", images=images, labels=np.repeat(range(3), 30), classes=np.array(CLASSES))
     found = datalens("inspect", tmp_path / "a.npz", "--json").succeeded().json
-    assert (found["records"], found["nominal_size"], found["sizes"]) == (90, 90, {"16x16": 90})
+    assert (found["records"], found["nominal_size"], found["sizes"]) == (90, 100, {"16x16": 90})
 
 
 def train(datalens, data, tmp_path, *options):

@@ -36,7 +36,11 @@ def release_of(path: Path) -> Path:
         if (folder / CERTIFICATE).is_file():
             return folder
     if (path / "ledger.jsonl").is_file():
-        raise DatalensError(f"{path} has no release yet: finish it with `datalens train --out {path} --resume`")
+        raise DatalensError(
+            f"{path} has no release: make it with `datalens train --out {path} --resume`, or put it back where it was"
+        )
+    if not path.exists():
+        raise DatalensError(f"{path} does not exist: expected a folder made by `datalens train`")
     raise DatalensError(f"{path} is not a run or a release: expected a folder made by `datalens train`")
 
 

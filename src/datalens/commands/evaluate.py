@@ -7,7 +7,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from datalens.commands.common import DataFolder, Json, show, synthetic_of
-from datalens.config import Classes, Grayscale, ImageSize, Label
+from datalens.config import Classes, Grayscale, ImageSize, Label, RecordId
 from datalens.errors import DatalensError
 
 
@@ -25,6 +25,8 @@ class Evaluate:
     classes: Classes = None
     image_size: ImageSize = None
     grayscale: Grayscale = False
+    record_id: RecordId = None
+    """As for training; what is measured goes by images all the same."""
     measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3

@@ -29,7 +29,7 @@ class Plan:
     """A named data set, or a file or folder of your own."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
-    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for your own data)")] = None
     """For your own file or folder: about how many records it has, declared public."""
     label: Label = None
     classes: Classes = None

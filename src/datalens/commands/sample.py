@@ -48,7 +48,10 @@ class Sample:
             device=choose_device(self.device),
         )
         save(dataset, self.out, force=self.force)
-        fields = {"out": str(self.out), "count": len(dataset.images), "private": dataset.certificate["private"]}
-        statement = dataset.certificate["statement"]
+        said = dataset.certificate
+        fields = {"out": str(self.out), "count": len(dataset.images), "private": said["private"]}
+        fields |= {**said["budget"], "relation": said["relation"], "accountant": said["accountant"]}
+        fields |= {"unit": said["privacy_unit"], "statement": said["statement"]}
+        statement = said["statement"]
         show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
         return 0

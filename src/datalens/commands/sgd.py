@@ -24,7 +24,7 @@ class Sgd:
     """A named data set (see `datalens data list`), or a file or folder of your own (docs/data.md)."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
-    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for a file)")] = None
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for your own data)")] = None
     """For your own file: about how many records it has, declared public."""
     label: Label = None
     classes: Classes = None

@@ -44,6 +44,7 @@ class Verify:
                 f"epsilon_spent_{name.replace('-', '_')}": None if isinstance(price, str) else json_number(price)
                 for name, price in prices.items()
             },
+            "unit": found.unit,
             "events": found.events,
             "private": found.private,
             "problems": problems,
@@ -53,6 +54,8 @@ class Verify:
         spent = found.budget.describe(found.spent)
         lines = [verdict, *(f"  {p}" for p in problems)]
         lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
+        lines.append(f"  Protected is {found.unit}.")
+        lines += [f"  warning: {line}" for line in found.warnings]
         lines.append("  The same ledger by the other accountants:")
         for name, price in prices.items():
             if name != found.budget.accountant:

@@ -93,6 +93,7 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
         sources.schema(data)  # or there is no such name at all
         raise DatalensError(f"--{reading.given} is for your own data: {data} is a named data set, leave it out")
     if not own and nominal_size is not None and folder is None:
+        sources.schema(data)
         raise DatalensError(
             "--nominal-size is for your own file, or with --data-folder: what a named data set holds is public"
         )
@@ -106,11 +107,11 @@ def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records
     return records_of(find(path, split, reading), reading, nominal_size=nominal_size)
 
 
-def own_images(path: Path, reading: Reading) -> Found | Dataset:
-    """Own training images as they lie there: for who looks at them before anything is declared."""
+def own_images(path: Path, reading: Reading, split: str = "train") -> Found | Dataset:
+    """Own images as they lie there: for who looks at them before anything is declared."""
     if path.suffix == ".npz":
-        return npz.open_npz(path, "train", 0, reading)
-    return idx_files.open_idx(path, "train", 0, reading) if idx_files.is_idx(path) else find(path, "train", reading)
+        return npz.open_npz(path, split, 0, reading)
+    return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(path, split, reading)
 
 
 def find(path: Path, split: str, reading: Reading) -> Found:

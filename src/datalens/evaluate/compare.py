@@ -11,6 +11,7 @@ from datalens.errors import DatalensError
 from datalens.evaluate.owner_report import EVALUATION, HEADLINES, as_dict, number, read_facts, read_metrics, with_spread
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number
+from datalens.progress import counted
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.verification import check_release
@@ -126,7 +127,7 @@ def page(entries: Sequence[Entry]) -> bytes:
     extra = list(dict.fromkeys(name for entry in entries for name in entry.others))
     return render(
         "compare.html",
-        title=f"{len(entries)} runs side by side",
+        title=f"{counted(len(entries), 'run')} side by side",
         eyebrow="datalens · comparison",
         wide=True,
         contents=(

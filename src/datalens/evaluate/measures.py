@@ -22,6 +22,7 @@ from datalens.evaluate.classifiers import ClassifierName
 from datalens.evaluate.faithfulness import faithfulness
 from datalens.evaluate.fid import fid
 from datalens.evaluate.inception import inception_score
+from datalens.progress import counted
 from datalens.released.synthetic import SyntheticDataset
 
 Measure = Literal["utility", "inception", "fid", "faithfulness"]
@@ -217,10 +218,10 @@ def lines(results: dict[str, dict[str, Any]], classes: Sequence[str]) -> list[st
 
 def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
     said = [
-        f"accuracy {found['accuracy']:.4f} ± {found['accuracy_std']:.4f} on {found['test']} real test images "
+        f"accuracy {_spread(found)} on {found['test']} real test images "
         f"({found['classifier']}, {found['synthetic']} synthetic images, final of {found['epochs']} epochs, "
-        f"{found['seeds']} seeds)",
-        f"the same classifier on as many real images: {found['accuracy_real']:.4f}",
+        f"{counted(found['seeds'], 'seed')})",
+        f"the same classifier on as many real images, or all there are: {found['accuracy_real']:.4f}",
         f"best epoch, chosen on the test set, only to compare with papers: {found['accuracy_best_epoch']:.4f}",
         "accuracy by class: "
         + ", ".join(
@@ -230,10 +231,15 @@ def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
     ]
     for other in found.get("all", ()):
         said.append(
-            f"{other['name']:9} {other['synthetic']:6} synthetic images: {other['accuracy']:.4f} ± "
-            f"{other['accuracy_std']:.4f}, as many real ones: {other['accuracy_real']:.4f}"
+            f"{other['name']:9} {other['synthetic']:6} synthetic images: {_spread(other)}, as many real ones, or all: "
+            f"{other['accuracy_real']:.4f}"
         )
     return said
+
+
+def _spread(found: dict[str, Any]) -> str:
+    """One seed has none."""
+    return f"{found['accuracy']:.4f}" + (f" ± {found['accuracy_std']:.4f}" if found.get("seeds", 2) > 1 else "")
 
 
 def _inception_lines(found: dict[str, Any]) -> list[str]:

@@ -9,8 +9,9 @@ Differs from the paper:
 import torch
 
 from datalens.datasets.records import Records
-from datalens.errors import BudgetExceeded
+from datalens.errors import DatalensError
 from datalens.fourier import Fourier
+from datalens.guidance import nothing_stands_out
 from datalens.peers.dpmerf import DpmerfSettings
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
@@ -40,9 +41,7 @@ def train(run: Run, pool: Pool, settings: DpmerfSettings, *, device: torch.devic
 
     embedding = read_embedding(noisy, grid=s.grid, counted=s.counted)
     if not bool(embedding.present.any()):
-        raise BudgetExceeded(
-            f"at this budget no class of {schema.name} stands out of the noise: raise --epsilon, or bring more records"
-        )
+        raise DatalensError(nothing_stands_out(schema, run.ledger))
     for label in torch.nonzero(~embedding.present).flatten().tolist():
         say(f"warning: class {schema.classes[label]} has too few records to say anything of: its images mean nothing")
     generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)

@@ -27,7 +27,8 @@ from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
 from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
-from datalens.errors import BudgetExceeded
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.guidance import nothing_stands_out
 from datalens.privacy.events import ROUNDING
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import make_mechanism
@@ -65,7 +66,7 @@ def train(run: Run, records: RecordRows, settings: MomentSettings) -> released.M
         clip = released.quantile_edge(norms, edges, s.sums_quantile)
         sums = ask("sums", lambda: records.sums(view, clip=clip, classes=classes, **counting))
         means, counts = released.class_means(sums, clip=clip, floor=floor, **counting)
-        present = present_classes(counts, sums.event.sigma / s.counted, schema)
+        present = present_classes(counts, sums.event.sigma / s.counted, schema, run.ledger)
 
         norms = ask("residual-norms", lambda: records.histogram(view, means=means, edges=edges, **grid))
         clip = released.quantile_edge(norms, edges, s.covariances_quantile)
@@ -183,13 +184,11 @@ def smallest_class(schema: Schema) -> float:
     return max(released.LEAST_COUNT, schema.nominal_size / len(schema.classes) / 20)
 
 
-def present_classes(counts: Tensor, noise: float, schema: Schema) -> Tensor:
+def present_classes(counts: Tensor, noise: float, schema: Schema, ledger: Ledger) -> Tensor:
     """Classes whose noisy count stands out of the noise; the others are left out of the synthetic set, and named."""
     enough = counts > max(released.PRESENT * noise, released.LEAST_COUNT)
     if not bool(enough.any()):
-        raise BudgetExceeded(
-            f"at this budget no class of {schema.name} stands out of the noise: raise --epsilon, or bring more records"
-        )
+        raise DatalensError(nothing_stands_out(schema, ledger))
     for label in torch.nonzero(~enough).flatten().tolist():
         say(f"warning: class {schema.classes[label]} has too few records to say anything of: it is left out")
     return torch.nonzero(enough).flatten()

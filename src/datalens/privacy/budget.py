@@ -205,7 +205,7 @@ class DataBudget:
         most = _down(self._room(charges, budget))
         room = f"the largest that fits is --epsilon {most:g}" if most >= 1e-3 else "nothing more fits"
         raise BudgetExceeded(
-            f"this run would pass the cap of {self.path.parent}, {self.cap.epsilon:g}: "
+            f"this run would pass the cap of {self.path.parent}, ε = {self.cap.epsilon:g}: "
             f"{self.describe(spent, accountant)} is reserved, and --epsilon {budget.epsilon:g} does not fit beside it; "
             f"{room} (at --delta {budget.delta:g}, {budget.accountant} accountant)"
         )
@@ -214,7 +214,7 @@ class DataBudget:
         """The ε, by the run's own accountant, of the same releases with as little more noise as fits."""
         if math.isinf(budget.epsilon):
             charges = ((all_of_it(1.0, budget.relation), 1),)
-        share = largest(lambda x: self._fits(with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-3)
+        share = largest(lambda x: self._fits(with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-6)
         return 0.0 if share <= 1e-9 else budget.pricing().price(with_noise(charges, 1 / share), budget.delta)
 
     def _append(self, fields: dict[str, Any]) -> None:
@@ -232,9 +232,9 @@ class DataBudget:
 
 
 def _down(epsilon: float) -> float:
-    """Three digits, never more than there is."""
-    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2) if epsilon > 0 else 1.0
-    return math.floor(epsilon / step) * step
+    """Four digits, never more than there is, but for what a search leaves open."""
+    step = 10.0 ** (math.floor(math.log10(epsilon)) - 3) if epsilon > 0 else 1.0
+    return math.floor(epsilon / step * (1 + 3e-6)) * step
 
 
 def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Reservation, ...], dict[str, str], str]:

@@ -247,6 +247,11 @@ def sample(
         )
     generator, names = load_generator(release)
     among = None if labels is None else numbers_of(labels, names)
+    there = known_classes(generator, len(names)).tolist()
+    if missing := [names[number] for number in among or () if number not in there]:
+        raise DatalensError(
+            f"there are no images of class {missing[0]}: at the budget of this release nothing could be said of it"
+        )
     images, found = draw(
         generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
     )
@@ -281,11 +286,6 @@ def draw(
         sizes = generator.sizes[torch.isin(generator.present, known)]
     if among is not None:
         wanted = torch.isin(known, torch.tensor(among))
-        missing = sorted(set(among) - set(known.tolist()))
-        if missing:
-            raise DatalensError(
-                f"there are no images of class {missing[0]}: at the budget of this release nothing could be said of it"
-            )
         known, sizes = known[wanted], None if sizes is None else sizes[wanted]
     if balanced or sizes is None:
         labels = known[torch.arange(count) % len(known)]

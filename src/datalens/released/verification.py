@@ -7,6 +7,7 @@ from typing import Any
 
 from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
+from datalens.guidance import budget_warnings
 from datalens.pages import MOST_BYTES, REPORT, seal_problem
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
@@ -41,6 +42,8 @@ class Verification:
     spent: float
     charged: tuple[Event, ...]
     private: bool
+    unit: str  # what is protected
+    warnings: tuple[str, ...]  # of promises that hold, and are worth little
 
     @property
     def events(self) -> int:
@@ -80,7 +83,15 @@ def check_release(release: Path) -> Verification:
         spent=spent,
         charged=events,
         private=is_private(budget, events),
+        unit=str(certificate.get("privacy_unit")),
+        warnings=_warnings(certificate, budget),
     )
+
+
+def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
+    public = certificate.get("public")
+    size = public.get("nominal_size") if isinstance(public, dict) else None
+    return tuple(budget_warnings(budget, size)) if type(size) is int else ()
 
 
 def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Event, ...], spent: float) -> list[str]:
