@@ -128,6 +128,12 @@ def test_pld_is_under_rdp_and_a_block_is_its_releases(sigma: float, teachers: in
     assert 0.6 * by["rdp-improved"] < by["pld"] < by["rdp-improved"]
 
 
+@pytest.mark.parametrize("name", ["rdp", "rdp-improved", "pld"])
+def test_two_cost_more_than_one_and_less_than_twice_as_much(name: Any) -> None:
+    one, two, three = (Accountant(name=name).price([(event(teachers=20, repeats=n), 1)], 1e-5) for n in (1, 2, 3))
+    assert one < 0.999 * two < 0.998 * three < 3 * one
+
+
 def test_the_published_setting_costs_347_not_10() -> None:
     """1000 discriminators, σ = 1.07, batch 32, 20,000 steps: noise σ·2C on rows that lie up to 2C·√32 apart."""
     published = event(l2_bound=math.sqrt(32), diameter=2 * math.sqrt(32), sigma=2 * 1.07, teachers=1000, repeats=20_000)
