@@ -305,9 +305,9 @@ def refused(ended: list[Ended], *, code: int = 2) -> str:
     leader, *others = ended
     assert [one.code for one in ended] == [code] * len(ended), [one.err for one in ended]
     assert all(one.said_nothing() for one in others), [one.err for one in others]
-    assert leader.out == ""
     (line,) = leader.err.splitlines()
     assert line.startswith("datalens: ")
+    assert leader.out in ("", json.dumps({"error": line.removeprefix("datalens: "), "exit_code": code}) + "\n")
     return line
 
 
