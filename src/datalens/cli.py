@@ -1,12 +1,11 @@
 """The command line: one thin subcommand per verb. Progress and messages go to stderr, results to stdout."""
 
 import contextlib
-import difflib
 import errno
+import functools
 import io
 import json
 import os
-import re
 import sys
 from typing import Annotated, Any, NoReturn, get_args
 
@@ -22,6 +21,7 @@ from datalens.commands.compare import Compare
 from datalens.commands.data import DataCommand
 from datalens.commands.evaluate import Evaluate
 from datalens.commands.inspect import Inspect
+from datalens.commands.mistyped import in_one_line, no_command
 from datalens.commands.plan import Plan
 from datalens.commands.report import Report
 from datalens.commands.reproduce import Reproduce
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
             _fail(f"say for which shell: --completion {', '.join(SHELLS)}", 2)
         arguments = ["--tyro-print-completion", arguments[1]]
     given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    _say.json = "json" in given
+    fail = functools.partial(_fail, as_json="json" in given)
     command = None
     try:
         command = _parse(arguments)
@@ -77,18 +77,18 @@ def main(arguments: list[str] | None = None) -> None:
     except SaidElsewhere as error:
         sys.exit(error.exit_code)
     except DatalensError as error:
-        _fail(str(error), error.exit_code)
+        fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _fail(_stopped(arguments[0], getattr(command, "out", None)), EXIT_INTERRUPTED)
+        fail(_stopped(arguments[0], getattr(command, "out", None)), EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output went away: not our trouble
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'}: {error.strerror or error}: {_advice(error)}", 2)
+        fail(f"{error.filename or 'a file'}: {error.strerror or error}: {_advice(error)}", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own on a CPU
             raise
-        _fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
+        fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
 
 
 def _commands() -> dict[str, Any]:
@@ -98,9 +98,7 @@ def _commands() -> dict[str, Any]:
 def _parse(arguments: list[str]) -> Any:
     """A parser for the one verb that was named: for all of them it takes half a second to build."""
     if arguments[0] not in _commands() and not arguments[0].startswith("-"):
-        near = difflib.get_close_matches(arguments[0], _commands(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise DatalensError(f"there is no command {arguments[0]!r}: {hint}`datalens --help` lists them")
+        raise DatalensError(no_command(arguments[0], _commands()))
     asked: dict[str, Any] = {"f": Command, "prog": "datalens", "description": DESCRIPTION, "args": arguments}
     if arguments[0] in _commands():
         asked = {"f": _commands()[arguments[0]], "prog": f"datalens {arguments[0]}", "args": arguments[1:]}
@@ -120,38 +118,6 @@ def _parse(arguments: list[str]) -> Any:
         raise DatalensError(in_one_line(said.getvalue(), str(asked["prog"]))) from None
 
 
-def in_one_line(box: str, prog: str) -> str:
-    """What tyro says in a box of many lines, drawn with lines where the terminal has them."""
-    ruled = [re.sub(r"[─-]{4,}", "", line) for line in box.splitlines()]
-    inside = [re.sub(r"^(╭─|\+-|[│|╭╰+])|[│|╮╯+]\s*$", "", line).rstrip() for line in ruled]
-    text = " ".join(" ".join(inside).split())
-    options = f"`{prog} --help` shows all options"
-    if found := re.search(r"Error parsing (\S+): (.*?)(?: Argument helptext: (.*?) For full|$)", text):
-        name, trouble, shown = found[1], found[2], found[3] or ""
-        value = re.search(r"\['(.*?)'\]|: '(.*?)'$", trouble)
-        kind = next((said for word, said in KINDS.items() if f"{name} {word}" in shown), None)
-        if value and kind:
-            return f"{name} must be {kind}, not {value[1] or value[2]!r}"
-        return f"{name}: {trouble}; {options}"
-    if found := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?),?\)", text):
-        return f"{found[2]} must be one of {found[3].replace(chr(39), '')}, not {found[1]!r}"
-    if found := re.search(r"Unrecognized (?:or misplaced )?options: (\S+?),? ", text + " "):
-        meant = re.search(r"Perhaps you meant: (--\S+)", text)
-        hint = f"did you mean {meant[1]}?" if meant else options
-        return f"{prog} has no {'option' if found[1].startswith('-') else 'place for'} {found[1]}: {hint}"
-    if found := re.search(r"Missing subcommand Expected one of \{(.*?)\}", text):
-        return f"{prog} needs one of {found[1]}; {options}"
-    if "Missing from" in text:
-        first = next(number for number, line in enumerate(inside) if "Missing from" in line) + 1
-        deep = len(inside[first]) - len(inside[first].lstrip())  # what each of them is for stands below it, farther in
-        names = [line.strip() for line in inside[first:] if re.match(f" {{{deep}}}\\S", line) and prog not in line]
-        return f"{prog} needs {' and '.join(names)}; {options}"
-    return f"{text[:300]}; {options}"
-
-
-KINDS = {"INT": "a whole number", "FLOAT": "a number", "{None}|INT": "a whole number", "{None}|FLOAT": "a number"}
-
-
 def _help() -> str:
     """Every verb with the first paragraph of its docstring; no parser is built for it."""
     first = {name: " ".join(kind.__doc__.split("\n\n")[0].split()) for name, kind in _commands().items()}
@@ -161,13 +127,6 @@ def _help() -> str:
         f"`datalens COMMAND --help` shows its options; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}`"
         " prints a script that completes words.\n"
     )
-
-
-class _Say:
-    json = False  # whether a machine listens
-
-
-_say = _Say()
 
 
 def _advice(error: OSError) -> str:
@@ -193,12 +152,12 @@ def _stopped(verb: str, out: Any) -> str:
     return f"stopped: go on with `datalens {verb} --out {out} --resume`"
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str, code: int, *, as_json: bool = False) -> NoReturn:
     rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
     where = "" if rank == "0" else f"rank {rank}: "
     message = " ".join(message.split())
     sys.stderr.write(f"datalens: {where}{message}\n")
-    if _say.json and rank == "0":
+    if as_json and rank == "0":
         with contextlib.suppress(OSError):
             sys.stdout.write(json.dumps({"error": message, "exit_code": code}) + "\n")
             sys.stdout.flush()

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datalens.cli import _advice, _stopped, in_one_line
+from datalens.cli import _advice, _stopped
+from datalens.commands.mistyped import in_one_line
 from datalens.datasets.own import Reading
 from datalens.inspection import _round, inspect
 

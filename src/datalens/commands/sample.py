@@ -50,8 +50,11 @@ class Sample:
         save(dataset, self.out, force=self.force)
         said = dataset.certificate
         fields = {"out": str(self.out), "count": len(dataset.images), "private": said["private"]}
-        fields |= {**said["budget"], "relation": said["relation"], "accountant": said["accountant"]}
-        fields |= {"unit": said["privacy_unit"], "statement": said["statement"]}
+        budget = said.get("budget")
+        budget = budget if isinstance(budget, dict) else {}  # `verify` is who judges it
+        fields |= {"epsilon": budget.get("epsilon"), "delta": budget.get("delta"), "relation": said.get("relation")}
+        fields |= {"accountant": said.get("accountant"), "unit": said.get("privacy_unit")}
+        fields["statement"] = said["statement"]
         statement = said["statement"]
         show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
         return 0

@@ -15,7 +15,7 @@ from datalens.errors import DatalensError
 from datalens.pages import charts, render, said, sealed
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
-from datalens.privacy.ledger import Budget, read_ledger
+from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.settings import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
 
@@ -103,7 +103,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "relation": budget.relation,
         "accountant": budget.accountant,
         "terms": f"δ = {said(budget.delta)}, {budget.relation}, {budget.accountant} accountant{stamp}",
-        "spent": float(c["epsilon_spent"]),
+        "spent": upwards(float(c["epsilon_spent"]), 4),
         "charges": mechanism["events"],
         "unit": c["privacy_unit"],
         "neighbours": "present or absent" if added else "replaced by another",
@@ -208,7 +208,7 @@ def _table(curves: Sequence[charts.Series]) -> dict[str, Any] | None:
     stops = sorted({stop for points in found for stop in points})
     return {
         "head": ("releases charged", *(one.name for one in curves)),
-        "rows": [(stop, *(points.get(stop) for points in found)) for stop in stops],
+        "rows": [(stop, *(upwards(points[stop], 4) if stop in points else None for points in found)) for stop in stops],
     }
 
 
