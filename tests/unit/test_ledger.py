@@ -144,6 +144,9 @@ def test_a_forked_process_does_not_charge(path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     ledger.charge(make_event(step=0))
+    ledger._process += 1  # as in another process, where a test's coverage is counted
+    with pytest.raises(DatalensError, match="belongs to the process"):
+        ledger.charge(make_event(step=1))
     ledger.close()
     assert len(read_ledger(path)[1]) == 1
 
