@@ -95,8 +95,8 @@ def warnings(budget: Budget, schema: Schema, settings: AnySettings | None = None
     if isinstance(settings, MomentSettings):
         records = schema.nominal_size / len(schema.classes)
         heard = 4 * _noise_of_counts(settings, schema, budget)
-        if schema.nominal_size < max(heard, 20):
-            found.append(hopeless(settings, schema, budget) or "")
+        if why := hopeless(settings, schema, budget):
+            found.append(why)
         elif records < max(heard, 20):  # what `methods.moments` leaves out
             found.append(
                 f"a class has about {records:.3g} records, and one with less than {max(heard, 20):.3g} is left out: "

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.base import clone
 from torch.utils.data import DataLoader, Dataset
 
-from datalens import BudgetExceeded, DataLens, DatalensError, check_release
+from datalens import BudgetExceeded, DataLens, DatalensError, TrainOptions, check_release, train
 from datalens.datasets.arrays import as_arrays, named_labels
 
 SMALL: dict[str, Any] = {"epsilon": 20.0, "delta": 1e-3, "options": {"texture": 0, "coordinates": 6}}
@@ -147,6 +147,16 @@ def test_a_run_with_seeded_noise_does_not_become_private(tmp_path: Path) -> None
     assert asked.certificate.private is False
     with pytest.raises(DatalensError, match="was begun with noise-seed 7"):
         DataLens(**SMALL, **PUBLIC, out=tmp_path / "run").fit(images, labels)
+
+
+@pytest.mark.parametrize(("name", "begun"), [("epsilon", 8.0), ("delta", 1e-4), ("relation", "replace-one")])
+def test_plain_train_goes_on_with_what_was_promised_only(name: str, begun: Any, tmp_path: Path) -> None:
+    """A default may be meant: nobody can tell."""
+    asked: dict[str, Any] = {"data": "digits", "out": tmp_path / "run", "coordinates": 6, "texture": 0}
+    train(TrainOptions(**asked, **{name: begun}))
+    with pytest.raises(DatalensError, match=f"was begun with {name} {begun}"):
+        train(TrainOptions(**asked, resume=True))
+    assert train(TrainOptions(**asked, **{name: begun}, resume=True))["interrupted"] is False
 
 
 def test_a_second_fit_is_a_second_release() -> None:

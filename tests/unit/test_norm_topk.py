@@ -272,6 +272,7 @@ def test_a_twin_that_sums_in_float32_is_caught(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(norm_topk, "_weighed_sum", coarse)
     assert moved(NormTopK(clip=1.0), heavy(1, 1000).repeat(20_000, 1)) > 1 + 1e-6
     assert moved(NormTopK(clip=1.0), heavy(1, 1000).repeat(1000, 1).half()) > 1.01
+    assert moved(NormTopK(clip=1.0), heavy(1, 1000, seed=2).repeat(1000, 1).bfloat16()) > 2.5
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])

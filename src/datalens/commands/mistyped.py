@@ -16,7 +16,7 @@ def no_command(name: str, known: Iterable[str]) -> str:
 def in_one_line(box: str, prog: str) -> str:
     """What tyro says in a box of many lines, drawn with lines where the terminal has them."""
     ruled = [re.sub(r"[─-]{4,}", "", line) for line in box.splitlines()]
-    inside = [re.sub(r"^(╭─|\+-|[│|╭╰+])|[│|╮╯+]\s*$", "", line).rstrip() for line in ruled]
+    inside = [re.sub(r"^[│╭╰]─?|[│╮╯]\s*$", "", line).rstrip() for line in ruled]
     text = " ".join(" ".join(inside).split())
     options = f"`{prog} --help` shows all options"
     if found := re.search(r"Error parsing (\S+): (.*?)(?: Argument helptext: (.*?) For full|$)", text):

@@ -54,7 +54,6 @@ class Sample:
         budget = budget if isinstance(budget, dict) else {}  # `verify` is who judges it
         fields |= {"epsilon": budget.get("epsilon"), "delta": budget.get("delta"), "relation": said.get("relation")}
         fields |= {"accountant": said.get("accountant"), "unit": said.get("privacy_unit")}
-        fields["statement"] = said["statement"]
-        statement = said["statement"]
+        fields["statement"] = statement = said["statement"]
         show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
         return 0
