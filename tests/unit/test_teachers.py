@@ -148,15 +148,25 @@ def test_ensemble_equals_a_loop_over_modules(family: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
 def test_on_a_gpu_neither_chunks_nor_host_memory_nor_a_second_run_change_a_bit(family: str) -> None:
-    network, (images, labels) = networks()[family], records()
-    partition = hashed(record_keys(images, None), teachers=TEACHERS, salt=b"test")
+    network, (images, labels) = networks()[family], records(200)
+    partition = hashed(record_keys(images, None), teachers=48, salt=b"test")
     whole = train_and_vote(teachers_on(network, partition, images, labels, device="cuda"), device="cuda")
     state, work = network.bytes_per_teacher(BATCH)
-    for limits in ({}, {"chunk": 4}, {"chunk": 4, "room": 4 * (state + work) + 4 * state}):
+    for limits in ({}, {"chunk": 16}, {"chunk": 16, "room": 16 * (state + work) + 16 * state}):
         shares = teachers_on(network, partition, images, labels, device="cuda")._shares
         again = Teachers(network, shares, batch=BATCH, learning_rate=1e-3, weight_decay=0.01, seed=7, **limits)
+        assert again.resident == (16 if "room" in limits else 48)
         assert torch.equal(train_and_vote(again, device="cuda"), whole), limits
-        assert len(again._banks) == (2 if "room" in limits else 1)
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+def test_where_memory_is_short_some_teachers_lie_elsewhere(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of the test above, which asks for a GPU; by what a teacher needs there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("datalens.private.networks.has_triton", lambda: True)
+    state, work = networks()[family].bytes_per_teacher(BATCH)
+    plan = plan_memory(48, state, work, torch.device("cuda"), chunk=16, room=16 * (state + work) + 16 * state)
+    assert (plan.chunk, plan.resident) == (16, 16)
 
 
 @pytest.mark.parametrize("family", ["spectral", "compact", "paper"])

@@ -2,6 +2,9 @@
 
 A row of one image is read once and stays in registers while its k-th largest magnitude is found by halving
 (floats that are not negative sort like their bits). The vote leaves as one byte.
+
+And what NormTopK does with rows of gradients: their lengths, the limit of what is kept, and their sum in float64, each
+in one pass; in torch, every number is first written down as float64.
 """
 
 import torch
@@ -90,15 +93,17 @@ def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constex
 
 
 @triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
-def _largest_dropped(rows, limits, k, D: tl.constexpr, BD: tl.constexpr):
+def _cut(rows, squares, kept, limits, k, D: tl.constexpr, BD: tl.constexpr):
     """A row stays in its processor's cache while the bits of the limit are halved down."""
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BD,), dtype=tl.float32)
+    total, exact = tl.zeros((BD,), dtype=tl.float32), tl.zeros((BD,), dtype=tl.float64)
     for start in range(0, D, BD):
         at = start + tl.arange(0, BD)
         x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
         total += x * x
+        exact += (x * x).to(tl.float64)
     whole = tl.sum(total)
+    finite = whole < float("inf")  # NaN is not smaller either
     low = tl.full((), -1, tl.int32)  # drops nothing
     high = tl.full((), 0x7F7FFFFF, tl.int32)  # the largest number: drops all
     while high - low > 1:
@@ -111,15 +116,79 @@ def _largest_dropped(rows, limits, k, D: tl.constexpr, BD: tl.constexpr):
         fits = tl.sum(total) <= k * whole
         low = tl.where(fits, low, middle)
         high = tl.where(fits, middle, high)
-    tl.store(limits + row, high.to(tl.float32, bitcast=True))
+    limit = high.to(tl.float32, bitcast=True)
+    rest = tl.zeros((BD,), dtype=tl.float64)
+    for start in range(0, D, BD):
+        at = start + tl.arange(0, BD)
+        x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
+        rest += tl.where(tl.abs(x) > limit, x * x, 0.0).to(tl.float64)
+    tl.store(squares + row, tl.where(finite, tl.sum(exact), 0.0))
+    tl.store(kept + row, tl.where(finite, tl.sum(rest), 0.0))
+    tl.store(limits + row, tl.where(finite, limit, float("inf")))
 
 
-def largest_dropped(rows: Tensor, k: float) -> Tensor:
-    """`norm_topk.largest_dropped` of float32 [n, d]."""
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _squared_norms(rows, out, D, BD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BD,), dtype=tl.float64)
+    for start in range(0, D, BD):
+        at = start + tl.arange(0, BD)
+        x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
+        total += (x * x).to(tl.float64)  # too large to square: infinity, as on a CPU
+    tl.store(out + row, tl.sum(total))
+
+
+@triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
+def _weighed_sum(weights, rows, limits, out, N, D, CUT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    at = tl.program_id(0) * BD + tl.arange(0, BD)
+    total = tl.zeros((BN, BD), dtype=tl.float64)
+    for start in range(0, N, BN):
+        row = start + tl.arange(0, BN)
+        weight = tl.load(weights + row, mask=row < N, other=0.0)
+        there = (weight != 0)[:, None] & (at < D)[None, :]
+        x = tl.load(rows + row.to(tl.int64)[:, None] * D + at[None, :], mask=there, other=0.0)
+        if CUT:
+            limit = tl.load(limits + row, mask=row < N, other=0.0)
+            x = tl.where(tl.abs(x) > limit[:, None], x, 0.0)
+        total += weight[:, None] * x.to(tl.float64)
+    tl.store(out + at, tl.sum(total, axis=0), mask=at < D)
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """[n] float64 of float32 [n, d]."""
     n, d = rows.shape
+    out = torch.zeros(n, dtype=torch.float64, device=rows.device)
+    if rows.numel():
+        _squared_norms[(n,)](rows.contiguous(), out, d, min(1024, triton.next_power_of_2(d)), num_warps=4)
+    return out
+
+
+def weighed_sum(weights: Tensor, rows: Tensor, limits: Tensor | None = None) -> Tensor:
+    """Σ weights_i · rows_i, [d] float64, of float64 [n] and float32 [n, d]; rows of weight 0 are not looked at.
+
+    `limits`, [n]: of each row, only what is larger counts.
+    """
+    n, d = rows.shape
+    out = torch.zeros(d, dtype=torch.float64, device=rows.device)
+    if rows.numel():
+        block, cut = min(64, triton.next_power_of_2(d)), limits is not None
+        grid = (triton.cdiv(d, block),)
+        _weighed_sum[grid](
+            weights, rows.contiguous(), limits if cut else weights, out, n, d, cut, 1024 // block, block, num_warps=4
+        )
+    return out
+
+
+def cut(rows: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of float32 [n, d]: the squared norms of rows and of what is kept of them, float64 [n], and what is the largest
+    that is dropped, `norm_topk.by_bisection`, [n]. Of rows with NaN, or too large to square, nothing is kept.
+    """
+    n, d = rows.shape
+    squares, kept = torch.empty(2, n, dtype=torch.float64, device=rows.device)
     limits = torch.empty(n, dtype=torch.float32, device=rows.device)
-    _largest_dropped[(n,)](rows.contiguous(), limits, k, d, min(4096, triton.next_power_of_2(d)), num_warps=8)
-    return limits.unsqueeze(1)
+    block = min(4096, triton.next_power_of_2(d))
+    _cut[(n,)](rows.contiguous(), squares, kept, limits, k, d, block, num_warps=8)
+    return squares, kept, limits
 
 
 def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: float) -> Tensor:

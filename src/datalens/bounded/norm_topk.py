@@ -13,6 +13,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -101,10 +102,7 @@ class NormTopK:
     def _plain(self, flat: list[Tensor]) -> Tensor:
         """As Opacus does it, but for the rounding of a norm: theirs is off by 1e-5 in 10⁴ coordinates, 4e-4 in 10⁶."""
         norms = sum(map(_squared_norms, flat)).sqrt()  # type: ignore[union-attr]
-        finite = norms.isfinite()
-        if not bool(finite.all()):
-            flat = [torch.where(finite.unsqueeze(1), g, 0.0) for g in flat]
-        scale = torch.where(finite, (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
+        scale = torch.where(norms.isfinite(), (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
         return torch.cat([_weighed_sum(scale, g) for g in flat])
 
     def _compressed(self, flat: list[Tensor]) -> Tensor:
@@ -150,6 +148,12 @@ class NormTopK:
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
         """[n, d]; what is not kept is set to zero where it lies, for memory's sake."""
+        if self.selector == "norm" and _by_kernels(rows):
+            from datalens.bounded.kernels import cut, weighed_sum
+
+            squares, kept, limits = cut(rows, self.topk)
+            total += weighed_sum(bounded_scale(squares, kept, clip=self.clip, bound=self.bound), rows, limits)
+            return
         squares = _squared_norms(rows)
         finite = squares.isfinite()  # if not: NaN, or too large to square
         squares = torch.where(finite, squares, 0.0)
@@ -157,8 +161,35 @@ class NormTopK:
         if self.selector == "dim":
             rows.masked_fill_(~top_k_mask(rows.abs(), math.ceil(self.topk * rows.shape[1])), 0.0)
         else:
-            rows.masked_fill_(rows.abs() <= largest_dropped(rows, self.topk), 0.0)
+            rows.masked_fill_(rows.abs() <= by_bisection(rows, self.topk), 0.0)
         total += _weighed_sum(bounded_scale(squares, _squared_norms(rows), clip=self.clip, bound=self.bound), rows)
+
+
+def _by_kernels(rows: Tensor) -> bool:
+    return kernels_for(rows) and kernels_agree(rows.device)
+
+
+@cache
+def kernels_agree(device: torch.device) -> bool:
+    """Whether the kernels measure and add as torch does on this GPU, whichever it is: bounds rest on it.
+
+    Looked at once, on rows that are made up here; where they do not agree, torch does it all.
+    """
+    from datalens.bounded import kernels
+
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(37, 1300, generator=random).to(device)  # whole blocks, and parts of some
+    weights = torch.rand(37, generator=random, dtype=torch.float64).to(device)
+    squares, kept, limits = kernels.cut(rows, 0.7)
+    larger = torch.where(rows.abs() > limits.unsqueeze(1), rows, 0.0)
+    pairs = (
+        (squares, squares_by_torch(rows)),
+        (kernels.squared_norms(rows), squares_by_torch(rows)),
+        (kept, squares_by_torch(larger)),
+        (kernels.weighed_sum(weights, rows), weights @ rows.to(torch.float64)),
+        (kernels.weighed_sum(weights, rows, limits), weights @ larger.to(torch.float64)),
+    )
+    return all(torch.allclose(ours, theirs, rtol=ROUNDING, atol=1e-9) for ours, theirs in pairs)
 
 
 def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float) -> Numbers:
@@ -211,17 +242,11 @@ def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
     return 64 * groups + np.count_nonzero(sums <= most[:, None], axis=1)
 
 
-def largest_dropped(rows: Tensor, k: float) -> Tensor:
-    """[n, 1] per row the smallest size such that the squares of what is larger sum to at most k of all squares."""
-    if kernels_for(rows):
-        from datalens.bounded.kernels import largest_dropped as on_gpu
-
-        return on_gpu(rows, k)
-    return by_bisection(rows, k)
-
-
 def by_bisection(rows: Tensor, k: float) -> Tensor:
-    """Floats that are not negative are ordered as their bits are: thirty-one halvings find the size exactly."""
+    """[n, 1] per row the smallest size such that the squares of what is larger sum to at most k of all squares.
+
+    Floats that are not negative are ordered as their bits are: thirty-one halvings find the size exactly.
+    """
     sizes = rows.abs().to(torch.float32)
     squares = sizes * sizes
     whole = squares.sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -236,7 +261,16 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
 
 
 def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
-    """Σ scale_i · rows_i, [d] float64, of [n] float64 and [n, d]; a few rows at a time are widened."""
+    """Σ scale_i · rows_i, [d] float64, of [n] float64 and [n, d]; whatever is in a row of scale 0, it adds nothing.
+
+    Without the kernel, a few rows at a time are widened.
+    """
+    if _by_kernels(rows):
+        from datalens.bounded.kernels import weighed_sum
+
+        return weighed_sum(scale, rows)
+    if not bool(scale.all()):
+        rows = torch.where(scale.unsqueeze(1) != 0, rows, 0.0)
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     size = max(1, (_GPU_BYTES // 2 if rows.is_cuda else 4 * _CPU_BYTES) // (8 * max(1, rows.shape[1])))
     for few, weights in zip(rows.split(size), scale.split(size), strict=True):
@@ -246,6 +280,10 @@ def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
 
 def _squared_norms(rows: Tensor) -> Tensor:
     """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
+    if _by_kernels(rows):
+        from datalens.bounded.kernels import squared_norms
+
+        return squared_norms(rows)
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
         return torch.from_numpy(_squares_by_numpy(rows.numpy()))
     return squares_by_torch(rows)

@@ -2,8 +2,8 @@
 
 Convolutions by themselves would copy every 5×5 patch (9 GB a layer for 4000 teachers) before multiplying it. These
 kernels read patches straight from the image while they multiply. Every program works for one teacher, and which
-teachers sit beside it changes nothing: a row is bit for bit the same in a chunk of 1 and of 4000, and run to run
-(no atomics).
+teachers sit beside it changes nothing: a row is bit for bit the same in chunks of 16 or a multiple (see
+`teachers.plan_memory`), and run to run (no atomics).
 
 Large products are in tf32, as PyTorch's own convolutions are by default; docs/benchmarks.md says how many votes that
 changes.
