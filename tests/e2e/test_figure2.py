@@ -44,6 +44,13 @@ def test_votes_drowned_in_noise_are_inapplicable(small_figure: None, datalens: A
     assert end["smaller_of_both"] == pytest.approx(end["rdp"])
     text = Path(result["markdown"]).read_text(encoding="utf-8")
     assert bounds.WARNING in text and "| inapplicable |" in text and "CelebA-Hair: left out" in text
+    others = result["whatever_the_votes"]
+    assert [(o["name"], o["settings"]["sigma"], o["settings"]["d"]) for o in others] == [
+        ("Fashion-MNIST", 5000.0, 784),
+        ("CelebA-Gender", 9000.0, 12288),
+    ]
+    assert all(o["log10_most_agreement"] < -200 < -3 < o["log10_agreement_to_apply"] for o in others)
+    assert text.count("No votes whatever") == 3
     with open(result["csv"], encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert {line["data_dependent"] for line in lines} == {"inapplicable"}
