@@ -195,6 +195,17 @@ def test_looking_on_the_way_is_allowed() -> None:
     assert optimizer.taken == steps == 4
 
 
+def test_learning_in_eval_mode_is_refused_in_a_line() -> None:
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    model.eval()
+    with pytest.raises(DatalensError, match=r"Linear in eval\(\) mode.*call model\.train"):
+        F.cross_entropy(model(x), y).backward()
+    model.disable_hooks()  # a look at what an image does to the loss, say
+    F.cross_entropy(model(x), y).backward()
+    assert optimizer.taken == 0
+
+
 def test_an_empty_batch_is_a_step() -> None:
     """Where nobody was drawn, noise is all there is; who leaves it out shows that nobody was."""
     model, optimizer, loader = private(batch=1, epochs=1)

@@ -432,6 +432,17 @@ def test_bad_images_are_named(tmp_path, name, content, words):
     assert str(tmp_path / name) in str(error.value)
 
 
+def test_files_of_other_formats_are_counted(tmp_path):
+    folder(tmp_path)
+    for name in ("cat/a.dcm", "eel/b.tif"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DatalensError, match=r"a\.dcm is no .* file, nor is another: convert them"):
+        opened(tmp_path)
+    (tmp_path / "eel/c.bmp").write_bytes(b"")
+    with pytest.raises(DatalensError, match=r"a\.dcm is no .* file, nor are 2 others: convert them"):
+        opened(tmp_path)
+
+
 def test_links_are_refused(tmp_path):
     secret = tmp_path / "secret.png"
     secret.write_bytes(png(IMAGES[0]))

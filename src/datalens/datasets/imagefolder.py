@@ -31,7 +31,10 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         )
     root = split_folder(path, split)
     top = sorted(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
-    files = list(_files(root, ""))
+    unknown: list[str] = []
+    files = list(_files(root, "", unknown))
+    if unknown:
+        raise DatalensError(_is_no_image(unknown))
     if not files:
         raise DatalensError(f"{root} holds no image: put {', '.join(SUFFIXES)} files there, in a folder for each class")
     loose = next((name for name in files if "/" not in name), None)
@@ -108,17 +111,24 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(found, key=lambda entry: entry.name)
 
 
-def _files(folder: Path, below: str) -> Iterator[str]:
-    """Names of image files under the root, with / between."""
+def _is_no_image(paths: list[str]) -> str:
+    others = len(paths) - 1
+    also = "" if not others else ", nor is another" if others == 1 else f", nor are {others} others"
+    it = "them" if others else "it"
+    return f"{paths[0]} is no {', '.join(SUFFIXES)} file{also}: convert {it}, or take {it} out"
+
+
+def _files(folder: Path, below: str, unknown: list[str]) -> Iterator[str]:
+    """Names of image files under the root, with / between. `unknown` is filled with what may be meant as an image."""
     for entry in _entries(folder):
         name = below + entry.name
         if entry.is_symlink():
             raise DatalensError(f"{entry.path} is a symbolic link: put the file itself there, or name it in a .csv")
         if entry.is_dir():
-            yield from _files(Path(entry.path), f"{name}/")
+            yield from _files(Path(entry.path), f"{name}/", unknown)
         elif not entry.is_file():
             raise DatalensError(f"{entry.path} is no file: take it out")
         elif entry.name.lower().endswith(SUFFIXES):
             yield name
         elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":
-            raise DatalensError(f"{entry.path} is no {', '.join(SUFFIXES)} file: convert it, or take it out")
+            unknown.append(entry.path)

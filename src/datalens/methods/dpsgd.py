@@ -172,7 +172,19 @@ def make_private(
 def sampled_module(model: nn.Module, loss_reduction: str = "mean") -> GradSampleModule:
     if isinstance(model, GradSampleModule):
         return model
-    return GradSampleModule(model, loss_reduction=loss_reduction)
+    return _Sampled(model, loss_reduction=loss_reduction)
+
+
+class _Sampled(GradSampleModule):
+    """Opacus's, which in eval() mode ends a backward pass with "No activations detected"."""
+
+    def capture_backprops_hook(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
+        if self.hooks_enabled and not module.training:
+            raise DatalensError(
+                f"a backward pass through a {type(module).__name__} in eval() mode, which has no per-sample gradients: "
+                "call model.train() before the forward pass"
+            )
+        super().capture_backprops_hook(module, *arguments, **named)
 
 
 class PrivateOptimizer(DPOptimizer):
