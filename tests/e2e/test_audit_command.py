@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from datalens.evaluate import audit as audits
+from datalens.evaluate import audit as whole_runs
+from datalens.evaluate import audit_mechanism
 from datalens.privacy import audit
 from datalens.privacy.audit import Finding
 
@@ -56,12 +57,12 @@ def test_every_printed_epsilon_says_which(datalens):
 
 def test_a_broken_mechanism_is_exit_1(datalens, monkeypatch):
     """Noise a third as large as what is charged, where the command makes its mechanism."""
-    make = audits.make_mechanism
+    make = audit_mechanism.make_mechanism
 
     def weak(law, sigma):
         return audit.Weakened(charged=make(law, sigma), released=make(law, sigma / 3))
 
-    monkeypatch.setattr(audits, "make_mechanism", weak)
+    monkeypatch.setattr(audit_mechanism, "make_mechanism", weak)
     result = datalens(*QUICK)
     assert result.code == 1
     assert "BROKEN" in result.out
@@ -110,9 +111,9 @@ def test_end_to_end_exit_codes(datalens, monkeypatch, attacked, control, code):
     def one(question, name, *, weaken=1.0):
         return (attacked if weaken == 1 else control)(name)
 
-    monkeypatch.setattr(audits, "two_worlds", lambda question, **options: None)
-    monkeypatch.setattr(audits, "audit_two_worlds", two)
-    monkeypatch.setattr(audits, "audit_one_run", one)
+    monkeypatch.setattr(whole_runs, "two_worlds", lambda question, **options: None)
+    monkeypatch.setattr(whole_runs, "audit_two_worlds", two)
+    monkeypatch.setattr(whole_runs, "audit_one_run", one)
     result = datalens("audit", "end-to-end", "--json")
     assert result.code == code
     assert set(result.json) >= KEYS

@@ -28,7 +28,7 @@ from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
 from datalens.codes import Rotation, Sketch
 from datalens.datasets.schema import Schema
-from datalens.evaluate.audit import make_mechanism
+from datalens.evaluate.audit_mechanism import make_mechanism
 from datalens.privacy import audit
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.calibration import calibrate_sigma

@@ -15,7 +15,7 @@ import pytest
 from datalens import cli
 from datalens.errors import DatalensError
 from datalens.evaluate import audit_moments
-from datalens.evaluate.audit import laws
+from datalens.evaluate.audit_mechanism import laws
 from datalens.evaluate.audit_moments import CONTROLS, HONEST, Attack, Question, Subject
 from datalens.privacy import audit
 from datalens.privacy.ledger import Ledger

@@ -37,7 +37,7 @@ class AuditMechanism:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate import audit
+        from datalens.evaluate import audit_mechanism
         from datalens.privacy.audit import Plan
 
         plan = Plan(
@@ -51,9 +51,9 @@ class AuditMechanism:
         )
         if self.releases < 1:
             raise DatalensError(f"--releases must be at least 1, not {self.releases}")
-        laws = audit.laws() if self.noise == "all" else (self.noise,)
-        result = audit.mechanism_report(plan, laws, releases=self.releases)
-        return audited(result, audit.report_lines(result), json=self.json)
+        laws = audit_mechanism.laws() if self.noise == "all" else (self.noise,)
+        result = audit_mechanism.mechanism_report(plan, laws, releases=self.releases)
+        return audited(result, audit_mechanism.report_lines(result), json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class AuditEndToEnd:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate import audit
+        from datalens.evaluate import audit, audit_mechanism
 
         result = audit.end_to_end_report(
             audit.Question(
@@ -84,7 +84,7 @@ class AuditEndToEnd:
                 steps=self.steps,
             )
         )
-        return audited(result, audit.report_lines(result), json=self.json)
+        return audited(result, audit_mechanism.report_lines(result), json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,12 @@ class AuditMoments:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate import audit, audit_moments
+        from datalens.evaluate import audit_mechanism, audit_moments
 
         question = audit_moments.Question(epsilon=self.epsilon, delta=self.delta, trials=self.trials)
-        laws = audit.laws() if self.noise == "all" else (self.noise,)
+        laws = audit_mechanism.laws() if self.noise == "all" else (self.noise,)
         result = audit_moments.report(question, laws)
-        return audited(result, audit.report_lines(result), json=self.json)
+        return audited(result, audit_mechanism.report_lines(result), json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +119,11 @@ class AuditMethods:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate import audit, audit_peers
+        from datalens.evaluate import audit_mechanism, audit_peers
 
         question = audit_peers.Question(epsilon=self.epsilon, delta=self.delta, trials=self.trials)
         result = audit_peers.report(question)
-        return audited(result, audit.report_lines(result), json=self.json)
+        return audited(result, audit_mechanism.report_lines(result), json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)

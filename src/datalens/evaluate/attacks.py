@@ -17,7 +17,7 @@ import torch
 from datalens.config import TrainOptions
 from datalens.datasets.records import Dataset
 from datalens.errors import DatalensError
-from datalens.evaluate.audit import control_lines, terms
+from datalens.evaluate.audit_mechanism import control_lines, terms
 from datalens.privacy.audit import REPORT_LEVEL, VERDICT_LEVEL, Errors, count_errors, rate_lower, rate_upper
 from datalens.privacy.ledger import Budget, json_number
 from datalens.released.release import sample

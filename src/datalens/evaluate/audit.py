@@ -8,7 +8,6 @@ Canaries are made up here and the other records are public digits: no record of 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,14 +26,14 @@ from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.distributed import World
 from datalens.errors import DatalensError
+from datalens.evaluate.audit_mechanism import in_short, make_mechanism
 from datalens.methods import datalens as method
 from datalens.plan import topagg_plan
 from datalens.privacy import audit
 from datalens.privacy.curves import exact_epsilon
-from datalens.privacy.events import NoiseLaw, Relation
+from datalens.privacy.events import Relation
 from datalens.privacy.ledger import Budget, Ledger
-from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum, Mechanism
-from datalens.privacy.noise import ExactNoise, SecureNoise, opendp_installed
+from datalens.privacy.mechanisms import Mechanism
 from datalens.privacy.released import Released
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
@@ -189,13 +188,6 @@ def watch(
     method.train(cast(Run, run), cast(Crowd, watched), s, mechanism=mechanism, device=torch.device("cpu"))
     told = zip(run.journal.kept, watched.rows, strict=True)
     return [Observed(released=released.value, rows=rows) for released, rows in told], run.ledger.spent()
-
-
-def make_mechanism(law: NoiseLaw, sigma: float) -> Mechanism:
-    """As `training` opens it. No noise is drawn ahead: audits are many short runs."""
-    if law == "discrete-gaussian":
-        return DiscreteGaussianSum(noise=ExactNoise(sigma))
-    return GaussianSum(sigma=sigma, noise=SecureNoise())
 
 
 # --- with and without a canary --------------------------------------------------------------------
@@ -406,43 +398,7 @@ def share_names(setup: Setup, numbers: list[int]) -> list[str]:
     return names
 
 
-# --- the commands ---------------------------------------------------------------------------------
-
-
-def laws() -> tuple[NoiseLaw, ...]:
-    """The noise a run here may have; the default first."""
-    return ("discrete-gaussian", "gaussian") if opendp_installed() else ("gaussian",)
-
-
-def mechanism_report(plan: audit.Plan, asked: tuple[NoiseLaw, ...], *, releases: int) -> dict[str, Any]:
-    """Every law, in one release and in several that cost the same together, and all controls."""
-    found: list[dict[str, Any]] = []
-    caught: list[dict[str, Any]] = []
-    with bar("releases", len(asked) * (4 + (releases > 1)) * 2 * plan.trials) as (progress, task):
-        for law in asked:
-            make = functools.partial(make_mechanism, law)
-            for count in sorted({1, releases}):
-                this = dataclasses.replace(plan, law=law, releases=count)
-                result = audit.audit(audit.honest(this, make), this, lambda done: progress.advance(task, done))
-                found.append({"noise": law, "releases": count, **result.as_dict()})
-            this = dataclasses.replace(plan, law=law)
-            for control in audit.controls(this, make):
-                result = audit.audit(control, this, lambda done: progress.advance(task, done))
-                caught.append({"noise": law, "releases": 1, **result.as_dict()})
-    names = dict.fromkeys(control["name"] for control in caught)
-    return {
-        "audit": "mechanism",
-        **_first(found[0]),
-        "delta": plan.delta,
-        "relation": plan.relation,
-        "accountant": plan.accountant,
-        "level": audit.VERDICT_LEVEL,
-        "statistic": audit.STATISTIC,
-        "controls": {name: all(one["broken"] for one in caught if one["name"] == name) for name in names},
-        "findings": found,
-        "control_findings": caught,
-        "ok": not any(one["broken"] for one in found) and all(one["broken"] for one in caught),
-    }
+# --- the command ----------------------------------------------------------------------------------
 
 
 def end_to_end_report(question: Question) -> dict[str, Any]:
@@ -470,7 +426,7 @@ def end_to_end_report(question: Question) -> dict[str, Any]:
         torch.set_num_threads(threads)
     return {
         "audit": "end-to-end",
-        **_first(found[0].as_dict()),
+        **in_short(found[0].as_dict()),
         "delta": question.delta,
         "relation": question.relation,
         "accountant": "exact",
@@ -482,28 +438,3 @@ def end_to_end_report(question: Question) -> dict[str, Any]:
         "control_findings": [one.as_dict() for one in caught],
         "ok": not any(one.broken for one in found) and all(one.broken for one in caught),
     }
-
-
-def _first(finding: dict[str, Any]) -> dict[str, Any]:
-    return {name: finding[name] for name in ("claimed", "lower_bound", "verdict_bound", "trials")}
-
-
-def terms(result: dict[str, Any]) -> str:
-    """An ε is never printed without these."""
-    return f"δ = {result['delta']:g}, {result['relation']}, {result['accountant']} accountant"
-
-
-def control_lines(result: dict[str, Any]) -> list[str]:
-    return [f"control, {name}: {'caught' if hit else 'MISSED'}" for name, hit in result["controls"].items()]
-
-
-def report_lines(result: dict[str, Any]) -> list[str]:
-    """For people; every line with an ε says which."""
-    lines = []
-    for one in result["findings"]:
-        what = f"{one['noise']} noise, {one['releases']} release(s)" if "noise" in one else one["name"]
-        lines.append(
-            f"{what}: claimed ε = {one['claimed']:.4g}, attacked ε ≥ {one['lower_bound']:.3g} (95 % confidence; "
-            f"{terms(result)}; {one['trials']} trials): " + ("BROKEN" if one["broken"] else "the claim stands")
-        )
-    return lines + control_lines(result)

@@ -25,7 +25,7 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
 from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
-from datalens.evaluate.audit import make_mechanism
+from datalens.evaluate.audit_mechanism import make_mechanism
 from datalens.evaluate.claims import Claim
 from datalens.methods.moments import noise_for
 from datalens.plan import make_plan

@@ -22,7 +22,7 @@ from datalens.bounded.norm_topk import NormTopK
 from datalens.config import TrainOptions
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
-from datalens.evaluate.audit import make_mechanism
+from datalens.evaluate.audit_mechanism import make_mechanism
 from datalens.evaluate.audit_votes import LISTED
 from datalens.evaluate.claims import Claim
 from datalens.fourier import Fourier
