@@ -77,7 +77,7 @@ class View:
             said = "   ".join(
                 f"{WORDS.get(name, name.replace('_', ' '))} {value:.3g}" for name, value in values.items()
             )
-            self._values.plain = said + "   (for the owner: not covered by ε)"
+            self._values.plain = f"for the owner, not covered by ε: {said}"  # first: a narrow screen cuts the end
 
 
 @contextmanager

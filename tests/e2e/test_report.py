@@ -220,6 +220,28 @@ def test_runs_side_by_side(copy, classifier, tmp_path):
     assert lines[1].split()[0] == f"{tmp_path.name}/run" and "for the owner" in lines[3]
 
 
+def test_what_was_measured_in_other_ways_is_not_joined(copy, tmp_path):
+    """Nor what teachers and moments reach."""
+    other, moments = tmp_path / "other", tmp_path / "moments"
+    shutil.copytree(copy, other)
+    call("train", "--data", "digits", "--out", moments).succeeded()
+    for run, images in ((copy, 1000), (other, 9000), (moments, 1000)):
+        by = {"accuracy": 0.5, "classifier": "PaperCNN: conv", "synthetic": images, "epochs": 3}
+        (run / "evaluation.json").write_text(json.dumps({"utility": by}))
+    out = tmp_path / "compare.html"
+    result = call("compare", copy, other, moments, "--out", out, "--json").succeeded().json
+    assert [run["accuracy_by"] for run in result["runs"]] == [
+        f"PaperCNN, {n} images, 3 epochs" for n in (1000, 9000, 1000)
+    ]
+    assert [run["method"].split(", ")[-1] for run in result["runs"]] == ["teachers", "teachers", "moments"]
+    assert out.read_text(encoding="utf-8").count('<path class="line s') == 2 * 3  # in the plot, and in its legend
+
+
+def test_the_owners_comparison_is_not_put_into_a_release(copy):
+    assert "would lie in a release" in call("compare", copy, "--out", copy / "release" / "compare.html").refused()
+    assert not (copy / "release" / "compare.html").exists()
+
+
 def test_releases_side_by_side_hold_nothing_private(trained, tmp_path):
     out = tmp_path / "compare.html"
     result = call("compare", trained / "release", "--out", out, "--json").succeeded().json

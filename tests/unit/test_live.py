@@ -51,6 +51,14 @@ def test_the_view_has_steps_budget_and_agreement() -> None:
     assert "agreement of teachers 0.25" in text and "not covered by ε" in text
 
 
+def test_a_narrow_screen_shows_that_it_is_for_the_owner() -> None:
+    view = live.View("training", 10, ledger(), Console(file=io.StringIO(), force_terminal=True))
+    view.told({"agreement": 0.25, "teacher_loss": 1.5, "real": 0.5, "answered": 0.5})
+    out = io.StringIO()
+    Console(file=out, width=60).print(view.picture)
+    assert "for the owner, not covered by ε" in out.getvalue()
+
+
 def test_the_view_of_a_run_without_a_budget_says_so() -> None:
     book = ledger(float("inf"))
     book.charge(unprotected("add-remove"))

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import re
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
@@ -172,6 +173,12 @@ def test_a_chart_says_what_it_shows_and_leaves_out_what_is_not_finite() -> None:
     assert "inf" not in drawn.split("<svg class")[1].split("viewBox")[1]
 
 
+def test_long_numbers_have_room() -> None:
+    drawn = charts.line_chart([charts.Series(name="a", points=((0, 0), (1, -1.25e9)))], title="t", x="x", y="y")
+    places = [float(at) for at in re.findall(r'<text x="([0-9.]+)" y="[0-9.]+" text-anchor="end">-1\.25e\+09<', drawn)]
+    assert places and places[0] > 8 * len("-1.25e+09")
+
+
 def test_long_series_are_thinned_and_keep_their_ends() -> None:
     assert charts.thinned(5, 10) == [0, 1, 2, 3, 4]
     kept = charts.thinned(100_000, 40)
@@ -293,19 +300,32 @@ def test_any_json_becomes_tables() -> None:
         ("matrix", "m"),
     ]
     assert found[3]["rows"] == [[1, None], [None, "z 2"]]
+    assert found[4]["names"] == ["0", "1"]
+
+
+def test_a_confusion_is_by_the_names_of_classes() -> None:
+    (found,) = owner_report.blocks({"confusion": [[9, 1], [2, 8]]}, classes=["cat", "dog"])
+    assert found["names"] == ["cat", "dog"] and "(line) was taken for another (column)" in found["title"]
+    assert owner_report.blocks({"m": [[1, 2]]}, classes=["cat", "dog"])[0]["names"] == ["0", "1"]
+
+
+def test_of_one_seed_there_is_no_spread() -> None:
+    assert owner_report.with_spread(0.5, 0.0) == owner_report.with_spread(0.5, None) == "0.5"
+    assert owner_report.with_spread(0.5, 0.01) == "0.5 ± 0.01"
 
 
 def test_the_headline_has_the_ceiling_beside_the_accuracy() -> None:
+    by = {"classifier": "PaperCNN: conv 3x3 32", "synthetic": 1000, "epochs": 3}
     found = owner_report.headline(
         {
             "note": "for the owner",
-            "utility": {"accuracy": 0.71, "accuracy_std": 0.02, "accuracy_real": 0.97},
+            "utility": {"accuracy": 0.71, "accuracy_std": 0.02, "accuracy_real": 0.97, **by},
             "fid": {"fid": 12.5, "fid_real": 1.5, "features": "own"},
             "faithfulness": {"precision": 0.8, "overlap_real": {"precision": 0.9}, "nearness": {"leak": True}},
         }
     )
     assert [line[1:] for line in found] == [
-        ("0.71 ± 0.02", "real images: 0.97"),
+        ("0.71 ± 0.02", "real images: 0.97; PaperCNN, 1000 images, 3 epochs"),
         ("12.5", "real images: 1.5; own"),
         ("0.8", "real images: 0.9"),
         ("FOUND", ""),

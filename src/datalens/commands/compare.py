@@ -22,11 +22,16 @@ class Compare:
     def __call__(self) -> int:
         from datalens.evaluate import compare
         from datalens.pages import check_may_replace
+        from datalens.released.certificate import CERTIFICATE
         from datalens.runs import write_atomically
 
         if not self.runs:
             raise DatalensError("say which runs: datalens compare runs/a runs/b")
         check_may_replace(self.out)
+        if (self.out.absolute().parent / CERTIFICATE).exists():
+            raise DatalensError(
+                f"{self.out} would lie in a release, and the page is for the owner: choose another --out"
+            )
         names = compare.names_of(self.runs)
         entries = [compare.read(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)]
         write_atomically(self.out, compare.page(entries), private=True)

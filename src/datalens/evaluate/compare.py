@@ -8,7 +8,16 @@ from typing import Any
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.evaluate.owner_report import EVALUATION, HEADLINES, as_dict, number, read_facts, read_metrics, with_spread
+from datalens.evaluate.owner_report import (
+    EVALUATION,
+    HEADLINES,
+    as_dict,
+    measured_by,
+    number,
+    read_facts,
+    read_metrics,
+    with_spread,
+)
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number
 from datalens.progress import counted
@@ -17,7 +26,7 @@ from datalens.released import report
 from datalens.released.verification import check_release
 
 MOST_PICTURES, MOST_BYTES = 12, 250_000  # and of each
-COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling")
+COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling", "measured by")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +39,7 @@ class Entry:
     accuracy: float | None
     spread: float | None
     ceiling: float | None  # the same classifier on real records
+    by: str  # which classifier, and how it was trained
     others: dict[str, float]  # further figures on real data
 
     @property
@@ -39,7 +49,10 @@ class Entry:
     @property
     def method(self) -> str:
         settings = self.certificate["settings"]
-        return f"{settings['method']} [{settings['preset']}]"
+        way = ""
+        if settings["method"] == "datalens":  # it either fits moments or asks teachers
+            way = ", teachers" if "teachers" in settings else ", moments"
+        return f"{settings['method']} [{settings['preset']}]{way}"
 
     def row(self) -> dict[str, Any]:
         c = self.certificate
@@ -56,6 +69,7 @@ class Entry:
             "accuracy": self.accuracy,
             "accuracy_std": self.spread,
             "accuracy_real": self.ceiling,
+            "accuracy_by": self.by or None,
             **self.others,
         }
 
@@ -83,6 +97,7 @@ def read(run: Path, release: Path, name: str) -> Entry:
         accuracy=accuracy,
         spread=number(utility, "accuracy_std"),
         ceiling=number(utility, "accuracy_real"),
+        by=measured_by(utility) if number(utility, "accuracy") is not None else "",
         others=others,
     )
 
@@ -115,7 +130,7 @@ def _cells(entry: Entry) -> tuple[Any, ...]:
     terms = f"{said(row['delta'])}, {row['relation']}, {row['accountant']}"
     reached = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
     first = (marked, row["method"], row["data"], terms)
-    return (*first, entry.epsilon, float(row["epsilon_spent"]), reached, row["accuracy_real"])
+    return (*first, entry.epsilon, float(row["epsilon_spent"]), reached, row["accuracy_real"], row["accuracy_by"])
 
 
 def measured(entries: Sequence[Entry]) -> bool:
@@ -153,13 +168,13 @@ def _data_sets(entries: Sequence[Entry]) -> list[str]:
 
 
 def _curves(entries: Sequence[Entry], data: str) -> str:
-    """Accuracy against ε, a line a method. Points of different δ, relation or accountant are different methods."""
+    """Accuracy against ε, a line a method. Points of different δ, relation, accountant or classifier are not joined."""
     points: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
         c = entry.certificate
         if c["public"]["name"] == data and entry.accuracy is not None and math.isfinite(entry.epsilon):
             terms = f"{entry.method}, δ = {said(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
-            terms += "" if c["private"] else ", NOT PRIVATE"
+            terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
     series = [charts.Series(name=name, points=tuple(sorted(found)), dots=True) for name, found in points.items()]
     return charts.line_chart(

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from datalens.spending import standing
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # What methods log, and how a person calls it; other names are shown as they are.
 METRICS = {
-    "agreement": "Agreement of teachers: 1 if all vote alike; what lies under the line of noise alone says nothing",
+    "agreement": "Agreement of teachers: 1 if all vote alike, more by noise; under the line of noise alone it is none",
     "real": "Agreement of teachers: part of them that take a synthetic image for real, with noise",
     "answered": "Agreement of teachers: part of the questions on which enough of them seemed to agree",
     "teacher_loss": "Loss of the teachers",
@@ -31,6 +32,7 @@ MEASURES = {
 }
 # What has no chart of its own; and which lines share one.
 UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise")
+PUBLIC = ("sigma",)  # the release has it too
 BESIDE = {"agreement": ("agreement_noise", "noise alone")}
 MOST_ROWS = 60
 # Measure, what to call it, its key, and that of the same on real data.
@@ -74,7 +76,9 @@ def page(run: Path) -> bytes:
         charts=[chart for name in _names(lines) if (chart := _chart(lines, name))],
         headline=headline(evaluation),
         measures=[
-            (MEASURES.get(name, name), blocks(value)) for name, value in evaluation.items() if isinstance(value, dict)
+            (MEASURES.get(name, name), blocks(value, classes=schema["classes"]))
+            for name, value in evaluation.items()
+            if isinstance(value, dict)
         ],
         audits=[(name, value.get("lines", []), blocks(_without(value, "lines"))) for name, value in audit.items()],
         run=run.name,
@@ -125,6 +129,7 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
             ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
             beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
             beside += [str(fields["features"])] if "features" in fields else []
+            beside += [measured_by(fields)] if measured_by(fields) else []
             found.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
     nearness = as_dict(as_dict(evaluation.get("faithfulness")).get("nearness"))
     if "leak" in nearness:
@@ -133,22 +138,37 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def measured_by(utility: dict[str, Any]) -> str:
+    """Which classifier an accuracy is of, trained on how many images: others cannot be compared with it."""
+    if not isinstance(utility.get("classifier"), str):
+        return ""
+    name = utility["classifier"].split(":")[0]
+    return f"{name}, {said(utility.get('synthetic'))} images, {said(utility.get('epochs'))} epochs"
+
+
 def number(fields: dict[str, Any], name: str) -> float | None:
     value = fields.get(name)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable and value is not None else None
 
 
-def blocks(value: dict[str, Any], title: str = "") -> list[dict[str, Any]]:
-    """JSON of any shape as tables a person can read: numbers and texts, then what lies deeper, each under its name."""
+def blocks(value: dict[str, Any], title: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """JSON of any shape as tables a person can read: numbers and texts, then what lies deeper, each under its name.
+
+    A matrix of as many rows and columns as there are `classes` is what one was taken for by how often.
+    """
     plain = [(_name(key), item) for key, item in value.items() if not isinstance(item, dict) and not _rows(item)]
     found: list[dict[str, Any]] = [{"kind": "plain", "title": title, "rows": plain}] if plain else []
     for key, item in value.items():
         under = f"{title} · {_name(key)}" if title else _name(key)
         if isinstance(item, dict):
-            found += blocks(item, under)
+            found += blocks(item, under, classes)
         elif _matrix(item):
-            found.append({"kind": "matrix", "title": under, "rows": item[:MOST_ROWS]})
+            of_classes = all(len(row) == len(item) == len(classes) for row in item)
+            said_of = f"{under}: how often a record of a class (line) was taken for another (column)"
+            names = list(classes) if of_classes else [str(i) for i in range(max(map(len, item)))]
+            shown = {"title": said_of if of_classes else under, "names": names, "rows": item[:MOST_ROWS]}
+            found.append({"kind": "matrix", **shown})
         elif _rows(item):
             found.append(_listed(item, under))
     return found
@@ -187,7 +207,7 @@ def _without(value: Any, name: str) -> dict[str, Any]:
 
 
 def with_spread(value: float, spread: float | None) -> str:
-    return said(value) + ("" if spread is None else f" ± {spread:.2g}")
+    return said(value) + (f" ± {spread:.2g}" if spread else "")  # of one seed there is none
 
 
 def _names(lines: list[dict[str, Any]]) -> list[str]:
@@ -198,7 +218,12 @@ def _names(lines: list[dict[str, Any]]) -> list[str]:
 
 def _chart(lines: list[dict[str, Any]], name: str) -> str:
     series = [_series(lines, name, _name(name)), *(_series(lines, *other) for other in (BESIDE.get(name),) if other)]
-    return charts.line_chart(series, title=METRICS.get(name, _name(name)), x="step", y="private: not covered by ε")
+    return charts.line_chart(
+        series,
+        title=METRICS.get(name, _name(name)),
+        x="step",
+        y="public: in the release too" if name in PUBLIC else "private: not covered by ε",
+    )
 
 
 def _series(lines: list[dict[str, Any]], name: str, shown: str) -> charts.Series:

@@ -39,18 +39,19 @@ def line_chart(
     levels = [b for _, b in points] + ([] if limit is None else [limit])
     low = min(0.0, *levels) if min(levels) < 0.5 * max(levels) else min(levels)
     x_ticks, y_ticks = ticks(min(a for a, _ in points), max(a for a, _ in points)), ticks(low, max(levels))
-    across, up = _scale(x_ticks, LEFT, WIDTH - RIGHT), _scale(y_ticks, HEIGHT - BOTTOM, TOP)
+    left = max(LEFT, 12 + 9 * max(len(f"{t:.6g}") for t in y_ticks))  # room for the longest number
+    across, up = _scale(x_ticks, left, WIDTH - RIGHT), _scale(y_ticks, HEIGHT - BOTTOM, TOP)
     parts = [
-        f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(t):.1f}" y2="{up(t):.1f}"/>' for t in y_ticks
+        f'<line class="rule" x1="{left}" x2="{WIDTH - RIGHT}" y1="{up(t):.1f}" y2="{up(t):.1f}"/>' for t in y_ticks
     ]
-    parts += [f'<text x="{LEFT - 8}" y="{up(t) + 4:.1f}" text-anchor="end">{t:.6g}</text>' for t in y_ticks]
+    parts += [f'<text x="{left - 8}" y="{up(t) + 4:.1f}" text-anchor="end">{t:.6g}</text>' for t in y_ticks]
     parts += [
         f'<text x="{across(t):.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{t:.6g}</text>' for t in x_ticks
     ]
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>')
+    parts.append(f'<text x="{(left + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>')
     if limit is not None:
         parts.append(
-            f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(limit):.1f}" y2="{up(limit):.1f}"/>'
+            f'<line class="limit" x1="{left}" x2="{WIDTH - RIGHT}" y1="{up(limit):.1f}" y2="{up(limit):.1f}"/>'
         )
     for number, one in enumerate(series):
         kept = [(across(a), up(b)) for a, b in one.points if math.isfinite(a) and math.isfinite(b)]

@@ -37,7 +37,8 @@ QUICK_SAID = (
 FULL_SAID = (
     "DataLens: preset `paper`, 4000 teachers of the paper's size (64 pixels: compact ones); others: their `paper`, but "
     "GS-WGAN with 2,000 steps, a tenth of the published number; on CelebA, DC-GAN has 6,000 steps (ten epochs of the "
-    "37,540 faces at hand) and GS-WGAN 100 discriminators and 500 steps."
+    "37,540 faces at hand) and GS-WGAN 100 discriminators and 500 steps. `steps` of DP-GAN and "
+    "GS-WGAN are blocks of 100."
 )
 DATA = {
     "MNIST": "mnist",

@@ -64,7 +64,7 @@ def note(full: bool) -> str:
     return (
         f"{said(full)} A row of pictures is a class. They are made from the release alone, so its ε covers them. The "
         "paper shows MNIST, Fashion-MNIST and CelebA from DataLens, and says that they are noisy. Pictures of CelebA "
-        "lie beside their cells, not on this sheet: do not publish them."
+        "are not on this sheet, nor kept with the results: its terms do not let them be published, whatever ε says."
     )
 
 

@@ -58,6 +58,7 @@ def row_of(cell: "Cell", result: dict[str, Any] | None) -> dict[str, Any]:
         "steps": trained.get("steps"),
         "teachers": result["settings"].get("teachers") if result else None,
         "train_seconds": trained.get("seconds"),
+        "certificate": result.get("certificate_sha256") if result else None,
     }
 
 
@@ -78,8 +79,8 @@ def show_cost(row: dict[str, Any]) -> str:
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
-        "teachers | steps | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "teachers | steps | seconds | certificate³ |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         cost = "not run" if r["ours"] is None else show_cost(r)
@@ -87,11 +88,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
             f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
-            f"{show(r['train_seconds'], 1)} |"
+            f"{show(r['train_seconds'], 1)} | {(r['certificate'] or '—')[:8]} |"
         )
     notes = (
-        "\n¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
+        "\n±: the spread over classifiers, each trained on images of the same run; runs would differ by more.\n"
+        "¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
         "² The same classifier trained on as many real images: the ceiling.\n"
+        "³ How the SHA-256 of its certificate begins; the whole of it is in the cell's file.\n"
     )
     return "\n".join(lines) + "\n" + notes
 
