@@ -184,9 +184,9 @@ def plot_scores(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def plot_distances(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Table 3's plot has the scores."""
     distances = [r for r in rows if r["measure"] == "FID"]
-    plot_bars(distances, f"{title}: FID, lower is better", path, label="FID", high=None)
+    number = title.split(":")[0]
+    plot_bars(distances, f"{number}: FID, lower is better (scores are in Table 3)", path, label="FID", high=None)
 
 
 TABLE12 = Table(

@@ -9,26 +9,27 @@ from datalens.theory import choose, tau
 
 
 def plot(lines: list[dict[str, Any]], shown: list[dict[str, Any]], path: Path) -> None:
-    """Left: measured against allowed. Then τ_k with its models; and what bias and noise are for each k."""
+    """Above: measured against allowed. Then, for each crew: τ_k with its models, and bias and noise for each k."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 1 + 2 * len(shown), figsize=(5 * (1 + 2 * len(shown)), 4.3), layout="constrained")
-    _bounds(axes[0], lines)
+    places: Any = [["bounds", "bounds"], *([f"tau {i}", f"trade-off {i}"] for i in range(len(shown)))]
+    figure, axes = plt.subplot_mosaic(places, figsize=(10, 4.2 * len(places)), layout="constrained")
+    _bounds(axes["bounds"], lines)
     for number, one in enumerate(shown):
-        _tau(axes[1 + 2 * number], one)
-        _trade_off(axes[2 + 2 * number], one)
+        _tau(axes[f"tau {number}"], one)
+        _trade_off(axes[f"trade-off {number}"], one)
     figure.suptitle(shown[0]["warning"], fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
 def _bounds(axes: Any, lines: list[dict[str, Any]]) -> None:
     for version, mark in (("printed", "x"), ("corrected", "."), ("sharp", "+")):
         axes.plot([r["left"] for r in lines], [r[version] for r in lines], mark, ms=4, label=version)
-    ends = [min(r["left"] for r in lines), max(r["corrected"] for r in lines)]
+    ends = [min(r["left"] for r in lines), max(r["left"] for r in lines)]
     axes.plot(ends, ends, "k-", lw=0.8, label="below this line a bound would be wrong")
     axes.set(
         xscale="log", yscale="log", xlabel="mean of min{‖∇f‖², ‖∇f‖₁}, measured", ylabel="allowed by Theorem 6",
