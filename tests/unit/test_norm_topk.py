@@ -393,6 +393,25 @@ def test_the_kernels_add_rows_of_one_way_no_farther_than_they_are_long() -> None
     torch.testing.assert_close(apart.float(), rows[0], rtol=1e-7, atol=0.0)
 
 
+@pytest.mark.parametrize("k", [0.25, 0.5, 0.75])
+def test_the_kernels_limit_is_exact_where_sums_are(k: float) -> None:
+    """Whole numbers: their squares add up without rounding in any order, and many are equal."""
+    pytest.importorskip("triton")
+    from datalens.bounded.kernels import cut
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random = torch.Generator().manual_seed(2)
+    rows = torch.randint(-8, 9, (6, 4100), generator=random).float()
+    rows[1, :] = 0.0
+    rows[2, :4099] = 0.0  # one coordinate, in the last block
+    rows[3, 1:] = 0.0
+    rows[4, :] = 1.0
+    squares, kept, limits = (of_rows.cpu() for of_rows in cut(rows.to(device), k))
+    assert torch.equal(limits, by_bisection(rows, k).squeeze(1))
+    assert torch.equal(squares, rows.double().square().sum(dim=1))
+    assert torch.equal(kept, torch.where(rows.abs() > limits.unsqueeze(1), rows, 0.0).double().square().sum(dim=1))
+
+
 def too_short(kernel: Any) -> Any:
     """A measure of each row that leaves out its last coordinates."""
     return lambda rows: kernel(rows[:, :-20].contiguous())
