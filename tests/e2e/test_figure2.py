@@ -98,9 +98,10 @@ def test_votes_that_are_not_thresholded_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_panels_are_the_papers() -> None:
+def test_the_panels_are_the_papers_and_fashion() -> None:
     for full in (True, False):
         panels = figure2.panels(full)
-        assert [panel.name for panel in panels] == ["MNIST", "CelebA-Hair"]
+        assert [panel.name for panel in panels if panel.data != "fashion-mnist"] == ["MNIST", "CelebA-Hair"]
+        assert len(panels) == 2 + full
         assert all(panel.options["epsilon"] == 1.0 and panel.options["delta"] == 1e-5 for panel in panels)
         assert full or all("quick" in panel.how for panel in panels)

@@ -58,6 +58,7 @@ def panels(full: bool) -> list[Panel]:
         how = "preset `paper` of `datalens-paper`, all steps that ε = 1 allows"
         return [
             Panel(name="MNIST", data="mnist", options=dict(_PRINTED), how=how),
+            Panel(name="Fashion-MNIST", data="fashion-mnist", options=dict(_PRINTED), how=how),  # the paper has none
             Panel(name="CelebA-Hair", data="celeba-hair", options=dict(_PRINTED), how=f"{how}, compact teachers"),
         ]
     return [
@@ -291,7 +292,7 @@ COLUMNS = (
 
 def _write(shown: list[dict[str, Any]], left_out: list[str], folder: Path, *, full: bool) -> dict[str, Any]:
     base = folder / "figure2"
-    others = alike()
+    others = [other for other in alike() if other["name"] not in {panel["name"] for panel in shown}]
     content = {"full": full, "warning": bounds.WARNING, "delta": DELTA, "relation": "add-remove", "left_out": left_out}
     content["whatever_the_votes"] = others
     write_atomically(base.with_suffix(".json"), json.dumps(content | {"panels": shown}, indent=1).encode())
