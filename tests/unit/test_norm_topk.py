@@ -381,6 +381,15 @@ def test_the_kernels_measure_and_add(n: int, d: int) -> None:
     torch.testing.assert_close(weighed_sum(weights, rows), weights @ rows.double(), rtol=1e-12, atol=1e-12)
 
 
+def test_the_kernel_writes_nothing_beside_its_sum() -> None:
+    kernels = pytest.importorskip("datalens.bounded.kernels", reason="needs Triton", exc_type=ImportError)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, weights = heavy(5, 70).to(device), torch.ones(5, dtype=torch.float64, device=device)
+    out = torch.full((128,), math.nan, dtype=torch.float64, device=device)
+    kernels._weighed_sum[(2,)](weights, rows, weights, out, 5, 70, False, 16, 64)
+    assert out[:70].isfinite().all() and out[70:].isnan().all()
+
+
 def test_the_kernels_add_rows_of_one_way_no_farther_than_they_are_long() -> None:
     """As above for float32 sums: there the last of 20,000 rows is off by more than a millionth."""
     pytest.importorskip("triton")
@@ -403,8 +412,8 @@ def test_the_kernels_limit_is_exact_where_sums_are(k: float) -> None:
     random = torch.Generator().manual_seed(2)
     rows = torch.randint(-8, 9, (6, 4100), generator=random).float()
     rows[1, :] = 0.0
-    rows[2, :4099] = 0.0  # one coordinate, in the last block
-    rows[3, 1:] = 0.0
+    rows[2, :4099], rows[2, 4099] = 0.0, -5.0  # one coordinate, in the last block
+    rows[3, 1:], rows[3, 0] = 0.0, 3.0
     rows[4, :] = 1.0
     squares, kept, limits = (of_rows.cpu() for of_rows in cut(rows.to(device), k))
     assert torch.equal(limits, by_bisection(rows, k).squeeze(1))
