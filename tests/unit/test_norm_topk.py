@@ -1,6 +1,11 @@
 """NormTopK against a literal reading of Algorithm 4, the length of every row, and a twin that keeps too much."""
 
 import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -379,6 +384,39 @@ def test_the_kernels_measure_and_add(n: int, d: int) -> None:
     rows, weights = heavy(n, d).to(device), torch.rand(n, dtype=torch.float64, device=device)
     torch.testing.assert_close(squared_norms(rows), rows.double().square().sum(dim=1), rtol=1e-6, atol=0.0)
     torch.testing.assert_close(weighed_sum(weights, rows), weights @ rows.double(), rtol=1e-12, atol=1e-12)
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from datalens.bounded import kernels
+
+def compiled(kernel, signature, **fixed):
+    signature |= dict.fromkeys(fixed, "constexpr")
+    return triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=GPUTarget("cuda", 90, 32))
+
+rows, sums = {"rows": "*fp32"}, {"out": "*fp64", "N": "i32", "D": "i32"}
+found = [compiled(kernels._squared_norms, rows | {"out": "*fp64", "D": "i32"}, BD=1024)]
+for cut, limits in ((True, "*fp32"), (False, "*fp64")):
+    given = {"weights": "*fp64"} | rows | {"limits": limits} | sums
+    found.append(compiled(kernels._weighed_sum, given, CUT=cut, BN=16, BD=64))
+given = rows | {"squares": "*fp64", "kept": "*fp64", "limits": "*fp32", "k": "fp32"}
+found.append(compiled(kernels._cut, given, D=26010, BD=4096))
+print([len(one.asm["cubin"]) > 1000 for one in found])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there Triton brings the compiler along")
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler does. (Hopper; no GPU is needed for it.)"""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == str([True] * 4), done.stderr[-2000:]
 
 
 def test_the_kernel_writes_nothing_beside_its_sum() -> None:

@@ -131,10 +131,12 @@ def _cut(rows, squares, kept, limits, k, D: tl.constexpr, BD: tl.constexpr):
 def _squared_norms(rows, out, D, BD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BD,), dtype=tl.float64)
-    for start in range(0, D, BD):
+    start = tl.full((), 0, tl.int32)
+    while start < D:
         at = start + tl.arange(0, BD)
         x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
         total += (x * x).to(tl.float64)  # too large to square: infinity, as on a CPU
+        start += BD
     tl.store(out + row, tl.sum(total))
 
 
@@ -142,7 +144,8 @@ def _squared_norms(rows, out, D, BD: tl.constexpr):
 def _weighed_sum(weights, rows, limits, out, N, D, CUT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     at = tl.program_id(0) * BD + tl.arange(0, BD)
     total = tl.zeros((BN, BD), dtype=tl.float64)
-    for start in range(0, N, BN):
+    start = tl.full((), 0, tl.int32)
+    while start < N:
         row = start + tl.arange(0, BN)
         weight = tl.load(weights + row, mask=row < N, other=0.0)
         there = (weight != 0)[:, None] & (at < D)[None, :]
@@ -151,6 +154,7 @@ def _weighed_sum(weights, rows, limits, out, N, D, CUT: tl.constexpr, BN: tl.con
             limit = tl.load(limits + row, mask=row < N, other=0.0)
             x = tl.where(tl.abs(x) > limit[:, None], x, 0.0)
         total += weight[:, None] * x.to(tl.float64)
+        start += BN
     tl.store(out + at, tl.sum(total, axis=0), mask=at < D)
 
 
