@@ -468,6 +468,10 @@ def one_less(kernel: Any) -> Any:
     return lambda weights, rows, limits=None: kernel(weights[1:], rows[1:], None if limits is None else limits[1:])
 
 
+def in_float32(kernel: Any) -> Any:
+    return lambda weights, rows, limits=None: kernel(weights, rows, limits).float().double()
+
+
 def kept_too_short(kernel: Any) -> Any:
     def twin(rows: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
         squares, kept, limits = kernel(rows, k)
@@ -477,7 +481,8 @@ def kept_too_short(kernel: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"), [("squared_norms", too_short), ("weighed_sum", one_less), ("cut", kept_too_short)]
+    ("name", "broken"),
+    [("squared_norms", too_short), ("weighed_sum", one_less), ("weighed_sum", in_float32), ("cut", kept_too_short)],
 )
 def test_kernels_that_a_gpu_gets_wrong_are_not_used(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("datalens.bounded.kernels", reason="needs Triton", exc_type=ImportError)

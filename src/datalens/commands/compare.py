@@ -28,7 +28,7 @@ class Compare:
         if not self.runs:
             raise DatalensError("say which runs: datalens compare runs/a runs/b")
         check_may_replace(self.out)
-        if (self.out.absolute().parent / CERTIFICATE).exists():
+        if any((folder / CERTIFICATE).exists() for folder in self.out.resolve().parents):
             raise DatalensError(
                 f"{self.out} would lie in a release, and the page is for the owner: choose another --out"
             )

@@ -97,7 +97,7 @@ def read(run: Path, release: Path, name: str) -> Entry:
         accuracy=accuracy,
         spread=number(utility, "accuracy_std"),
         ceiling=number(utility, "accuracy_real"),
-        by=measured_by(utility) if number(utility, "accuracy") is not None else "",
+        by=measured_by(utility),
         others=others,
     )
 

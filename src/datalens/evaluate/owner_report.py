@@ -129,7 +129,8 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
             ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
             beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
             beside += [str(fields["features"])] if "features" in fields else []
-            beside += [measured_by(fields)] if measured_by(fields) else []
+            if by := measured_by(fields):
+                beside.append(by)
             found.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
     nearness = as_dict(as_dict(evaluation.get("faithfulness")).get("nearness"))
     if "leak" in nearness:
