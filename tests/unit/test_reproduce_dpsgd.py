@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from datalens.errors import DatalensError
+from datalens.released import release
+from datalens.released.certificate import read_certificate
+from datalens.released.verification import check_release
 from datalens.reproduce import dpsgd, dpsgd_runs, harness
 from datalens.reproduce.appendix_a import GM_DP, KS, TABLE8, TABLE11, TITLES
 
@@ -17,7 +20,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]
     """Trainings that take no time: more noise, less accuracy."""
     asked: list[tuple[dpsgd.Setting, int]] = []
 
-    def run(setting: dpsgd.Setting, seed: int, device: str) -> dict[str, Any]:
+    def run(setting: dpsgd.Setting, seed: int, device: str, folder: Path) -> dict[str, Any]:
         asked.append((setting, seed))
         solved = setting.solved()
         sigma = 0.0 if setting.noise == "none" else float(solved.sigma or 0)
@@ -117,30 +120,63 @@ def test_the_papers_tables_are_complete() -> None:
     assert len(TABLE8) == 8 + 13 and all(set(row) == set(KS) for row in TABLE8.values())
 
 
-def test_one_training_is_charged_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For real, but small: five steps on a few records of MNIST's shape."""
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> dpsgd.Setting:
+    """Five steps on forty records of MNIST's shape."""
     import torch
 
     random = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (40, 1, 28, 28), generator=random, dtype=torch.uint8)
     y = torch.randint(0, 10, (40,), generator=random)
 
-    def few(name: str, records: int | None, device: str) -> Any:
+    def records_of(name: str, records: int | None, device: str) -> Any:
         from datalens.datasets import sources
         from datalens.settings import SgdSettings
 
         about = SgdSettings(
             method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",
             extractor="none", extractor_sha256="", features=0, selector="none", topk=1.0, clip=1.0, sigma=1.0,
-            batch_size=1, steps=1, rate=0.1, falls=False, average=False,
+            batch_size=1, steps=1, rate=0.1, falls=False, average=True,
         )  # fmt: skip
         return x, y, x, y, dpsgd.replace(sources.schema("mnist"), nominal_size=40), about
 
-    monkeypatch.setattr(dpsgd_runs, "load", few)
+    monkeypatch.setattr(dpsgd_runs, "load", records_of)
     facts: dict[str, Any] = {"data": "mnist", "k": 0.8, "selector": "norm", "clip": 1.0, "batch": 8, "rate": 0.1}
     facts |= {"sigma": 3.0, "steps": 5, "records": 40, "accountant": "rdp-improved"}
-    found = dpsgd_runs.run(dpsgd.Setting(epsilon=5.0, **facts), 0, "cpu")
+    return dpsgd.Setting(epsilon=5.0, **facts)
+
+
+def test_one_training_is_charged_certified_and_measured(few: dpsgd.Setting, tmp_path: Path) -> None:
+    """For real, but small: five steps on a few records of MNIST's shape."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "ledger.jsonl").write_text("of a training that was killed")
+    found = dpsgd_runs.run(few, 0, "cpu", tmp_path / "a")
     assert 0 < float(found["epsilon_spent"]) <= 5.0 and found["private"] and found["steps"] == 5
     assert 0 <= found["accuracy"] <= 1 and 0 <= found["averaged"] <= 1
-    bare = dpsgd_runs.run(dpsgd.Setting(epsilon=5.0, noise="none", **facts), 0, "cpu")
+    louder = dpsgd_runs.run(dpsgd.replace(few, noise="clip"), 0, "cpu", tmp_path / "b")  # than √k·C needs
+    assert louder["private"] and 0 < float(louder["epsilon_spent"]) < float(found["epsilon_spent"])
+    bare = dpsgd_runs.run(dpsgd.replace(few, noise="none"), 0, "cpu", tmp_path / "c")
     assert not bare["private"] and bare["epsilon_spent"] == "inf"
+    for name, result in (("a", found), ("b", louder), ("c", bare)):
+        checked = check_release(tmp_path / name / "release")
+        assert not checked.problems and checked.private == result["private"]
+        assert str(checked.spent) == result["epsilon_spent"]
+        certificate = read_certificate(tmp_path / name / "release")
+        assert result["certificate_sha256"] == certificate["sha256"]["certificate"]
+        assert certificate["settings"]["steps"] == 5 and result["date"] and result["versions"]
+
+
+def test_a_training_whose_certificate_does_not_stand_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few: dpsgd.Setting
+) -> None:
+    """The broken twin: a certificate that states less noise than was charged for."""
+    written = release.write_model
+
+    def louder(*args: Any, settings: Any, **others: Any) -> Path:
+        return written(*args, settings=dpsgd.replace(settings, sigma=2.0), **others)
+
+    monkeypatch.setattr(release, "write_model", louder)
+    lab = dpsgd.Lab(tmp_path / "cells", "cpu", workers=1)
+    with pytest.raises(DatalensError, match="another sigma"):
+        lab.all([(few, 0)])
+    assert not list((tmp_path / "cells").iterdir())

@@ -225,8 +225,15 @@ def _line(
         "steps": last.get("steps"),
         "epochs": round(last["steps"] * s.batch / s.nominal, 2) if s else None,
         "extractor": last.get("extractor"),
+        "dates": _each(figure, "date"),
+        "certificates": _each(figure, "certificate_sha256"),
         "seconds": round(statistics.mean(r["seconds"] for r in figure.runs), 1) if figure else None,
     }
+
+
+def _each(figure: Figure | None, key: str) -> list[str]:
+    """What the trainings have under a key, seed by seed; the first that were kept had none."""
+    return [run[key] for run in figure.runs if key in run] if figure else []
 
 
 def _title(data: str, epsilon: float) -> str:

@@ -25,8 +25,8 @@ def note(full: bool) -> str:
     )
     return (
         f"{how} CIFAR-10: a linear head on frozen features (see the column extractor; the paper's are ResNet-18's). "
-        "± is the standard deviation over seeds. ε is for add-remove, at δ = 1e-05. Accuracy on real test records is "
-        "for the owner: it is not covered by ε either."
+        "± is the standard deviation over seeds. ε is for add-remove, at δ = 1e-05. Certificates: how the SHA-256 of "
+        "each training's begins. Accuracy on real test records is for the owner: it is not covered by ε either."
     )
 
 
@@ -37,7 +37,10 @@ def write(name: str, lines: list[Line], folder: Path, *, full: bool) -> dict[str
     with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(lines[0]))
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows(
+            {key: " ".join(value) if isinstance(value, list) else value for key, value in line.items()}
+            for line in lines
+        )
     heading = f"# {TITLES[name]} ({'full' if full else 'quick'})\n\n{note(full)}\n\n"
     write_atomically(base.with_suffix(".md"), (heading + _markdown(lines)).encode())
     shown = {"table": name, "full": full, "markdown": f"{base}.md", "csv": f"{base}.csv", "rows": lines}
@@ -50,8 +53,8 @@ def write(name: str, lines: list[Line], folder: Path, *, full: bool) -> dict[str
 def _markdown(lines: list[Line]) -> str:
     rows = [
         "| row | method | paper | ours | difference | last | at printed | ε spent, δ, relation, accountant | C | "
-        "σ | batch | rate | steps | epochs | extractor |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "σ | batch | rate | steps | epochs | extractor | certificates |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in lines:
         paper = "—" if r["paper"] is None else f"{r['paper']:.2f} ± {r['paper_spread']:.2f}"
@@ -71,7 +74,8 @@ def _markdown(lines: list[Line]) -> str:
         others = " | ".join("—" if r[key] is None else f"{r[key]}" for key in ("batch", "rate", "steps", "epochs"))
         rows.append(
             f"| {r['row']} | {r['column']} | {paper} | {ours} | {difference} | {mean} | {same} | {cost} | "
-            f"{r['clip'] or '—'} | {sigma} | {others} | {r['extractor'] or '—'} |"
+            f"{r['clip'] or '—'} | {sigma} | {others} | {r['extractor'] or '—'} | "
+            f"{', '.join(sha256[:8] for sha256 in r['certificates']) or '—'} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -1,6 +1,7 @@
 """One training of DP-SGD, and many of them: of which Tables 8-11 and Figure 3 are made.
 
-Every training is charged to a ledger of its own, before its noise, and is kept as one small JSON file.
+Every training is a run of its own, charged to its ledger before its noise, with a release and its certificate; what is
+shown of it is kept as one small JSON file.
 """
 
 import concurrent.futures
@@ -8,13 +9,16 @@ import functools
 import hashlib
 import json
 import multiprocessing
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar
@@ -122,15 +126,15 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
     linear = name == "cifar10"
     about = SgdSettings(
         method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
-        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none", extractor_sha256="",
-        features=int(parts[0].shape[1]) if linear else 0, selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1,
-        steps=1, rate=0.1, falls=False, average=False,
+        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none",
+        extractor_sha256=extractor.sha256 if linear else "", features=int(parts[0].shape[1]) if linear else 0,
+        selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1, steps=1, rate=0.1, falls=False, average=True,
     )  # fmt: skip
     return parts[0], parts[1], parts[2], parts[3], public, about
 
 
-def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
-    """Train once. `seed` is of the first weights; samples and noise are the operating system's."""
+def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any]:
+    """Train once, in `folder`. `seed` is of the first weights; samples and noise are the operating system's."""
     import torch
 
     from datalens.bounded.norm_topk import NormTopK
@@ -138,6 +142,9 @@ def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
     from datalens.privacy.dpsgd import GradientGate, Schedule
     from datalens.privacy.ledger import Ledger
     from datalens.privacy.noise import SecureNoise
+    from datalens.released.certificate import read_certificate
+    from datalens.released.release import write_model
+    from datalens.released.verification import check_release
     from datalens.sgd import accuracy, make_trainer
 
     if device == "cpu" and multiprocessing.parent_process() is not None:
@@ -150,30 +157,46 @@ def run(setting: Setting, seed: int, device: str) -> dict[str, Any]:
         inside = len(x) * 5 // 6
         x, tx, y, ty = x[:inside], x[inside:], y[:inside], y[inside:]
     compress = NormTopK(clip=s.clip, topk=s.k, selector=s.selector)
-    unit = compress.clip if s.noise == "clip" else compress.bound
-    sigma = 0.0 if s.noise == "none" else s.sigma
-    schedule = Schedule(sigma=sigma, rate=s.batch / s.nominal, steps=s.steps, unit=unit, l2_bound=compress.l2_bound)
+    sigma = {"bound": s.sigma, "clip": s.sigma * compress.clip / compress.bound, "none": 0.0}[s.noise]
+    rate, steps = s.batch / s.nominal, s.steps
+    schedule = Schedule(sigma=sigma, rate=rate, steps=steps, unit=compress.bound, l2_bound=compress.l2_bound)
     budget = s.budget if sigma > 0 else replace(s.budget, epsilon=INF)
-    gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
-    settings = replace(about, seed=seed, rate=s.rate, falls=s.falls)
-    trainer = make_trainer(
-        settings, schema, gate, Plan(compress=compress, schedule=schedule, batch_size=s.batch), torch.device(device)
-    )
-    for _ in range(s.steps):
-        trainer.step(x, y)
+    settings = replace(
+        about, seed=seed, selector=s.selector, topk=s.k, clip=s.clip, sigma=sigma, batch_size=s.batch, steps=steps,
+        rate=s.rate, falls=s.falls,
+    )  # fmt: skip
+    shutil.rmtree(folder, ignore_errors=True)  # of a training that was killed: nothing of it was shown to anybody
+    folder.mkdir(parents=True)
+    ledger = Ledger.create(folder / "ledger.jsonl", budget)
+    try:
+        gate = GradientGate(ledger, schedule, SecureNoise(), blocks=1)
+        plan = Plan(compress=compress, schedule=schedule, batch_size=s.batch)
+        trainer = make_trainer(settings, schema, gate, plan, torch.device(device))
+        for _ in range(steps):
+            trainer.step(x, y)
+        release = write_model(folder, trainer.average, settings=settings, schema=schema, ledger=ledger)
+        spent = ledger.spent()
+    finally:
+        ledger.close()
+    if problems := check_release(release).problems:
+        raise DatalensError(f"{release}: {problems[0]}")
+    certificate = read_certificate(release)
     return {
         "setting": {key: str(value) for key, value in asdict(setting).items()},
         "seed": seed,
+        "date": datetime.now(UTC).date().isoformat(),
         "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
         "averaged": accuracy(trainer.average, tx, ty),  # of a mean in which late ones weigh most
-        "epsilon_spent": str(gate.ledger.spent()),
+        "epsilon_spent": str(spent),
         "delta": DELTA,
         "relation": "add-remove",
         "accountant": budget.accountant,
         "private": sigma > 0,
-        "sigma": sigma,
-        "steps": s.steps,
+        "sigma": 0.0 if s.noise == "none" else s.sigma,
+        "steps": steps,
         "extractor": about.extractor,
+        "certificate_sha256": certificate["sha256"]["certificate"],
+        "versions": certificate["versions"],
         "seconds": round(time.monotonic() - began, 2),
     }
 
@@ -204,11 +227,11 @@ class Lab:
 
             if self._workers == 1:
                 for job in missing:
-                    keep(job, run(*job, self._device))
+                    keep(job, run(*job, self._device, self._run(job)))
                 return found
             context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
             with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
-                pending = {pool.submit(run, *job, self._device): job for job in missing}
+                pending = {pool.submit(run, *job, self._device, self._run(job)): job for job in missing}
                 for done in concurrent.futures.as_completed(pending):
                     keep(pending[done], done.result())
         return found
@@ -217,6 +240,9 @@ class Lab:
         """The settings of what is kept, each once."""
         files = sorted(self._folder.glob("*-seed*.json"))
         return list(dict.fromkeys(Setting.parse(json.loads(p.read_text(encoding="utf-8"))["setting"]) for p in files))
+
+    def _run(self, job: tuple[Setting, int]) -> Path:
+        return self._folder.parent / "runs" / self._path(job).stem
 
     def _path(self, job: tuple[Setting, int]) -> Path:
         return self._folder / f"{job[0].name}-seed{job[1]}.json"
