@@ -119,7 +119,7 @@ def plot_bars(
     shown = [r for r in rows if r["ours"] is not None]
     panels = {row: [r for r in shown if r["row"] == row] for row in dict.fromkeys(r["row"] for r in shown)}
     most = high or 1.15 * max([1.0, *(r["ours"] for r in shown), *(r["paper"] or 0 for r in shown)])
-    across = min(3, max(1, len(panels)))
+    across = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
     down = max(1, -(-len(panels) // across))
     lengths = [len(panel) for panel in panels.values()] or [1]
     tallest = [
@@ -139,7 +139,9 @@ def plot_bars(
     for axis in axes[-1]:
         axis.set_xlabel(label)
     if panels:
-        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", frameon=False, ncols=3)
+        found = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
+        named = {name: handle for pairs in found for handle, name in pairs}
+        figure.legend(named.values(), named.keys(), loc="outside upper right", frameon=False, ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -148,13 +150,18 @@ def plot_bars(
 def _bars(axes: Any, panel: list[dict[str, Any]], most: float) -> None:
     """Lying, so that the names of methods can be read."""
     places = range(len(panel))
+    beside = any(r["paper"] is not None for r in panel)
+    off, width = (0.2, 0.38) if beside else (0.0, 0.7)
+    digits = 3 if most < 2 else 2
+    if beside:
+        axes.barh([p - off for p in places], [r["paper"] or 0 for r in panel], width, label="paper", color="#9aa5b1")
     ours, spread = [r["ours"] for r in panel], [r["std"] or 0 for r in panel]
-    axes.barh([p - 0.2 for p in places], [r["paper"] or 0 for r in panel], 0.38, label="paper", color="#9aa5b1")
-    axes.barh([p + 0.2 for p in places], ours, 0.38, xerr=spread, label="ours", color="#2463b4")
+    axes.barh([p + off for p in places], ours, width, xerr=spread, label="ours", color="#2463b4")
     for p, r in zip(places, panel, strict=True):
-        axes.text(r["ours"] + (r["std"] or 0) + 0.01 * most, p + 0.2, f"{r['ours']:.2f}", va="center", fontsize=8)
+        end = r["ours"] + (r["std"] or 0) + 0.01 * most
+        axes.text(end, p + off, f"{r['ours']:.{digits}f}", va="center", fontsize=8)
         if r["paper"] is not None:
-            axes.text(r["paper"] + 0.01 * most, p - 0.2, f"{r['paper']:.2f}", va="center", fontsize=8)
-    if best := {p + 0.2: r["best"] for p, r in zip(places, panel, strict=True) if r.get("best")}:
+            axes.text(r["paper"] + 0.01 * most, p - off, f"{r['paper']:.{digits}f}", va="center", fontsize=8)
+    if best := {p + off: r["best"] for p, r in zip(places, panel, strict=True) if r.get("best")}:
         axes.plot(list(best.values()), list(best), "k|", markersize=14, label="best published")
     axes.set_yticks(list(places), [r["column"] for r in panel], fontsize=8)
