@@ -102,6 +102,19 @@ def test_no_replaced_unit_has_a_larger_renyi_divergence(mu: float, rate: float, 
     assert subsampled_rdp(mu, rate, order) <= priced
 
 
+@pytest.mark.parametrize(("mu", "rate", "order"), [(1.0, 0.5, 2), (2.0, 0.1, 5), (0.4, 0.02, 12), (0.4, 0.3, 3)])
+def test_what_is_added_to_the_poisson_price_is_the_integral(mu: float, rate: float, order: int) -> None:
+    """λ(λ−1)·∫ e^(−λε)·(R(ε) − A(ε)) dε, both curves by numerical integration: never below it, and little above."""
+    alone = mixture(np.array([0.0, mu]), np.array([1 - rate, rate]))
+    crowd = mixture(np.array([0.0]), np.array([1.0]))
+    grid = np.linspace(0, 12 / order, 2001)
+    both = [divergence(alone, crowd, e) - divergence(crowd, alone, e) for e in grid]
+    integral = order * (order - 1) * np.trapezoid(np.exp(-order * grid) * both, grid)
+    plain = math.exp((order - 1) * subsampled_rdp(mu, rate, order))
+    added = math.exp((order - 1) * one_of_many_rdp(mu, rate, float(order))) - plain
+    assert 0.999 * integral < added < 1.05 * integral
+
+
 @pytest.mark.parametrize(("mu", "rate", "order"), [(1.0, 0.1, 2), (0.5, 0.01, 8), (1.0, 0.001, 20)])
 def test_it_is_cheaper_than_the_bound_of_wang_balle_and_kasiviswanathan(mu: float, rate: float, order: int) -> None:
     """Theorem 9 of "Subsampled Rényi Differential Privacy" (2019), which is proved for any mechanism."""
@@ -109,6 +122,11 @@ def test_it_is_cheaper_than_the_bound_of_wang_balle_and_kasiviswanathan(mu: floa
     total = 1 + rate**2 * math.comb(order, 2) * min(4 * math.expm1(rdp[2]), 2 * math.exp(rdp[2]))
     total += sum(2 * rate**j * math.comb(order, j) * math.exp((j - 1) * rdp[j]) for j in range(3, order + 1))
     assert one_of_many_rdp(mu, rate, float(order)) <= math.log(total) / (order - 1)
+
+
+def test_what_costs_nothing_and_what_costs_everything() -> None:
+    assert one_of_many_rdp(0.0, 0.2, 3.0) == 0.0
+    assert one_of_many_rdp(math.inf, 0.2, 3.0) == one_of_many_rdp(1.0, 0.2, 1.1) == math.inf
 
 
 def test_one_of_one_is_a_gaussian() -> None:

@@ -382,11 +382,31 @@ def test_one_is_a_number_like_any_other() -> None:
     """A mu of exactly 1, and of exactly 0."""
     assert curves.gaussian_delta(1.0, 0.0) == pytest.approx(math.erf(1 / math.sqrt(8)))
     for curve in (
-        *(curves.exact_epsilon, curves.rdp_epsilon, curves.improved_epsilon, curves.zcdp_epsilon),
+        *(curves.exact_epsilon, curves.rdp_epsilon, curves.moments_epsilon),
+        *(curves.improved_epsilon, curves.zcdp_epsilon),
         lambda mu_squared, delta: curves.subsampled_rdp(math.sqrt(mu_squared), 0.5, 2.0),
     ):
         assert curve(0.0, 1e-5) == 0.0
         assert 0 < curve(0.98, 1e-5) < curve(1.0, 1e-5) < curve(1.02, 1e-5)
+
+
+@pytest.mark.parametrize("mu_squared", [1e-9, 1e-4, 0.01, 0.3, 1.0, 9.0, 400.0])
+@pytest.mark.parametrize("delta", [1e-10, 1e-5, 0.1])
+def test_moments_of_plain_noise_are_those_of_2016(mu_squared: float, delta: float) -> None:
+    """Abadi et al., Theorem 2: α(λ) = λ(λ + 1)·mu²/2 for λ = 1 … 32, and δ = min over λ of exp(α(λ) − λε)."""
+    found = curves.moments_epsilon(mu_squared, delta)
+    tails = [lam * (lam + 1) * mu_squared / 2 - lam * found for lam in range(1, 33)]
+    assert min(tails) == pytest.approx(math.log(delta), rel=1e-9)
+    assert found >= curves.exact_epsilon(mu_squared, delta)  # a bound, never below the truth
+    assert curves.moments_epsilon(0.0, delta) == 0.0
+
+
+def test_sampled_units_have_orders_for_a_small_epsilon() -> None:
+    """Up to 2262, each at most a fourth root of 2 above the one before: see what the module says."""
+    more = curves.SAMPLED_ORDERS[len(curves.PAPER_ORDERS) :]
+    assert curves.SAMPLED_ORDERS[: len(curves.PAPER_ORDERS)] == curves.PAPER_ORDERS
+    assert (more[0], more[-1], len(more)) == (200.0, 2262.0, 15)
+    assert all(1 < b / a < 1.2 for a, b in itertools.pairwise(more))
 
 
 def test_a_mu_below_which_rounding_begins_is_taken_for_it() -> None:

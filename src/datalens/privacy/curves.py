@@ -119,13 +119,13 @@ def one_of_many_rdp(mu: float, rate: float, order: float) -> float:
     ε >= 0. Both curves fall, so the sum below, R at the left and A at the right of each cell, is above the integral.
     """
     poisson = subsampled_rdp(mu, rate, order)
-    if rate == 1 or poisson == 0 or math.isinf(poisson):
+    if rate == 1 or math.isinf(poisson):
         return poisson
     ends, gaps = _gaps(mu, rate)
     weight = np.exp(-order * ends)
     rest = (order - 1) * float(gaps @ (weight - np.append(weight[1:], 0.0)))
-    log_moment = np.logaddexp((order - 1) * poisson, math.log(rest)) if rest > 0 else (order - 1) * poisson
-    return float(log_moment) / (order - 1)
+    with np.errstate(divide="ignore"):  # nothing is added where mu is 0
+        return float(np.logaddexp((order - 1) * poisson, np.log(rest))) / (order - 1)
 
 
 @functools.lru_cache(maxsize=256)
