@@ -13,7 +13,7 @@ from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounde
 from datalens.errors import BudgetExceeded, TamperedError
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.calibration import calibrate_event
-from datalens.privacy.curves import exact_epsilon, one_of_many_delta, one_of_many_rdp, subsampled_rdp
+from datalens.privacy.curves import _gaps, exact_epsilon, one_of_many_delta, one_of_many_rdp, subsampled_rdp
 from datalens.privacy.events import OneOfManyEvent, SubsampledGaussianEvent, parse_event
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise, SeededNoise
@@ -113,6 +113,18 @@ def test_what_is_added_to_the_poisson_price_is_the_integral(mu: float, rate: flo
     plain = math.exp((order - 1) * subsampled_rdp(mu, rate, order))
     added = math.exp((order - 1) * one_of_many_rdp(mu, rate, float(order))) - plain
     assert 0.999 * integral < added < 1.05 * integral
+
+
+@pytest.mark.parametrize(("mu", "rate"), [(1.0, 0.5), (2.0, 0.1), (0.4, 0.02)])
+def test_no_cell_of_the_integral_is_below_its_curve(mu: float, rate: float) -> None:
+    ends, gaps = _gaps(mu, rate)
+    assert ends[0] == 0.0 and np.all(np.diff(ends) > 0) and len(ends) == len(gaps)
+    alone = mixture(np.array([0.0, mu]), np.array([1 - rate, rate]))
+    crowd = mixture(np.array([0.0]), np.array([1.0]))
+    for cell in range(0, len(ends) - 1, 7):
+        for epsilon in np.linspace(ends[cell], ends[cell + 1], 3):
+            found = divergence(alone, crowd, epsilon) - divergence(crowd, alone, epsilon)
+            assert found <= gaps[cell] + 1e-7
 
 
 @pytest.mark.parametrize(("mu", "rate", "order"), [(1.0, 0.1, 2), (0.5, 0.01, 8), (1.0, 0.001, 20)])

@@ -28,7 +28,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]
             "setting": {key: str(value) for key, value in dpsgd_runs.asdict(setting).items()},
             "accuracy": 0.85, "averaged": 0.9 - 0.01 * sigma + 0.001 * seed, "epsilon_spent": str(setting.epsilon),
             "delta": 1e-5, "relation": "add-remove", "accountant": setting.accountant, "private": sigma > 0,
-            "sigma": sigma, "steps": solved.steps, "extractor": "none", "seconds": 1.0,
+            "sigma": sigma, "steps": solved.steps, "extractor": "none", "seconds": 1.0, "date": "2026-11-16",
+            "certificate_sha256": f"{seed:064x}"[::-1],
         }  # fmt: skip
 
     monkeypatch.setattr(dpsgd_runs, "run", run)
@@ -109,6 +110,9 @@ def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     shown = [row for row in found["rows"] if row["ours"] is not None]
     assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.2", "TopAgg norm k=0.8", 3)]
     assert shown[0]["ours"] == pytest.approx(89.1) and (shown[0]["clip"], shown[0]["last"]) == (second.clip, 85.0)
+    assert shown[0]["certificates"] == [f"{seed:064x}"[::-1] for seed in (0, 1, 2)] and len(shown[0]["dates"]) == 3
+    assert "| 00000000, 10000000, 20000000 |" in Path(found["markdown"]).read_text(encoding="utf-8")
+    assert " ".join(shown[0]["certificates"]) in Path(found["csv"]).read_text(encoding="utf-8")
     assert shown[0]["at_printed"] == pytest.approx(86.55)  # four seeds of the paper's setting are not ours for that
     assert Path(found["plot"]).exists() and "not run" in Path(found["markdown"]).read_text(encoding="utf-8")
     (tmp_path / "none").mkdir()
@@ -151,13 +155,15 @@ def test_one_training_is_charged_certified_and_measured(few: dpsgd.Setting, tmp_
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "ledger.jsonl").write_text("of a training that was killed")
     found = dpsgd_runs.run(few, 0, "cpu", tmp_path / "a")
+    assert (tmp_path / "a" / "ledger.jsonl").read_text() == "of a training that was killed"  # it was spent
     assert 0 < float(found["epsilon_spent"]) <= 5.0 and found["private"] and found["steps"] == 5
     assert 0 <= found["accuracy"] <= 1 and 0 <= found["averaged"] <= 1
     louder = dpsgd_runs.run(dpsgd.replace(few, noise="clip"), 0, "cpu", tmp_path / "b")  # than √k·C needs
     assert louder["private"] and 0 < float(louder["epsilon_spent"]) < float(found["epsilon_spent"])
     bare = dpsgd_runs.run(dpsgd.replace(few, noise="none"), 0, "cpu", tmp_path / "c")
     assert not bare["private"] and bare["epsilon_spent"] == "inf"
-    for name, result in (("a", found), ("b", louder), ("c", bare)):
+    for name, result in (("a.2", found), ("b", louder), ("c", bare)):
+        assert result["run"] == name
         checked = check_release(tmp_path / name / "release")
         assert not checked.problems and checked.private == result["private"]
         assert str(checked.spent) == result["epsilon_spent"]
@@ -172,10 +178,10 @@ def test_a_training_whose_certificate_does_not_stand_is_not_kept(
     """The broken twin: a certificate that states less noise than was charged for."""
     written = release.write_model
 
-    def louder(*args: Any, settings: Any, **others: Any) -> Path:
+    def quieter(*args: Any, settings: Any, **others: Any) -> Path:
         return written(*args, settings=dpsgd.replace(settings, sigma=2.0), **others)
 
-    monkeypatch.setattr(release, "write_model", louder)
+    monkeypatch.setattr(release, "write_model", quieter)
     lab = dpsgd.Lab(tmp_path / "cells", "cpu", workers=1)
     with pytest.raises(DatalensError, match="another sigma"):
         lab.all([(few, 0)])

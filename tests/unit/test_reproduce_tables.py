@@ -17,7 +17,7 @@ from datalens.datasets import formats
 from datalens.errors import DatalensError
 from datalens.methods import datalens
 from datalens.plan import make_plan
-from datalens.reproduce import everything, figure4, harness, quality, table1, table2, table4, table5, table7
+from datalens.reproduce import everything, figure4, harness, output, quality, table1, table2, table4, table5, table7
 from datalens.reproduce.compared import METHODS, PRINTED
 from datalens.reproduce.harness import Cell, Scoring, Table
 
@@ -227,6 +227,29 @@ def test_faces_are_on_no_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = [{"row": row, "picture": f"{row}.png", **facts} for row in ("MNIST ε=1", "CelebA-Gender ε=1")]
     figure4.plot(rows, "Figure 4", tmp_path / "sheet.png")
     assert shown == ["MNIST ε=1.png"]
+
+
+def test_a_plot_has_the_papers_bars_where_the_paper_prints_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[tuple[list[str], list[str], int]] = []
+
+    def look(figure: Figure, path: Path, **_: Any) -> None:
+        [legend] = figure.legends
+        texts = [text.get_text() for axis in figure.axes for text in axis.texts]
+        bars = sum(len(axis.patches) for axis in figure.axes)
+        drawn.append(([text.get_text() for text in legend.get_texts()], texts, bars))
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    bare = [{"row": row, "column": "a", "ours": 0.5, "paper": None, "std": None} for row in "wxyz"]
+    output.plot_bars(bare, "t", tmp_path / "a.png")
+    output.plot_bars([*bare[:1], bare[1] | {"paper": 0.25}], "t", tmp_path / "b.png")
+    output.plot_bars([bare[0] | {"ours": 9.0, "paper": 8.0}], "t", tmp_path / "c.png", high=None)
+    assert drawn[0] == (["ours"], ["0.500"] * 4, 4)
+    assert (sorted(drawn[1][0]), drawn[1][1], drawn[1][2]) == (["ours", "paper"], ["0.500", "0.500", "0.250"], 3)
+    assert drawn[2][1] == ["9.00", "8.00"]
 
 
 def test_everything_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,8 +232,8 @@ def _line(
 
 
 def _each(figure: Figure | None, key: str) -> list[str]:
-    """What the trainings have under a key, seed by seed; the first that were kept had none."""
-    return [run[key] for run in figure.runs if key in run] if figure else []
+    """What the trainings have under a key, seed by seed; nothing for the first that were kept."""
+    return [run.get(key, "") for run in figure.runs] if figure else []
 
 
 def _title(data: str, epsilon: float) -> str:

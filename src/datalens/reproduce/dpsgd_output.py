@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from datalens.reproduce.appendix_a import INF, TITLES
+from datalens.reproduce.output import show_cost
 from datalens.runs import write_atomically
 
 DELTA = 1e-5
@@ -66,8 +67,7 @@ def _markdown(lines: list[Line]) -> str:
         same = "—" if r["at_printed"] is None else f"{r['at_printed']:.2f}{varied}"
         cost = "—"
         if r["epsilon_spent"] is not None:
-            cost = f"{float(r['epsilon_spent']):.4g}, {r['delta']:g}, {r['relation']}, {r['accountant']}"
-            cost += "" if r["private"] else " NOT PRIVATE"
+            cost = show_cost(r)
         elif r["steps"] is None:
             cost = "not run, or no noise reaches this ε"
         sigma = "—" if r["sigma"] is None else f"{r['sigma']:.3g}"
@@ -75,7 +75,7 @@ def _markdown(lines: list[Line]) -> str:
         rows.append(
             f"| {r['row']} | {r['column']} | {paper} | {ours} | {difference} | {mean} | {same} | {cost} | "
             f"{r['clip'] or '—'} | {sigma} | {others} | {r['extractor'] or '—'} | "
-            f"{', '.join(sha256[:8] for sha256 in r['certificates']) or '—'} |"
+            f"{', '.join(sha256[:8] or '—' for sha256 in r['certificates']) or '—'} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -7,9 +7,9 @@ shown of it is kept as one small JSON file.
 import concurrent.futures
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -122,11 +122,12 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
         else:
             x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         parts += [x.to(device), torch.from_numpy(labels).to(device)]
+    shown = features.DEFAULT if records is None else f"{features.DEFAULT} at {QUICK_SIDE} pixels"
     public = replace(found.schema, nominal_size=records or found.schema.nominal_size)
     linear = name == "cifar10"
     about = SgdSettings(
         method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
-        network="linear" if linear else "cnn", extractor=features.DEFAULT if linear else "none",
+        network="linear" if linear else "cnn", extractor=shown if linear else "none",
         extractor_sha256=extractor.sha256 if linear else "", features=int(parts[0].shape[1]) if linear else 0,
         selector="none", topk=1.0, clip=1.0, sigma=1.0, batch_size=1, steps=1, rate=0.1, falls=False, average=True,
     )  # fmt: skip
@@ -165,7 +166,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         about, seed=seed, selector=s.selector, topk=s.k, clip=s.clip, sigma=sigma, batch_size=s.batch, steps=steps,
         rate=s.rate, falls=s.falls,
     )  # fmt: skip
-    shutil.rmtree(folder, ignore_errors=True)  # of a training that was killed: nothing of it was shown to anybody
+    folder = _vacant(folder)
     folder.mkdir(parents=True)
     ledger = Ledger.create(folder / "ledger.jsonl", budget)
     try:
@@ -184,6 +185,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
     return {
         "setting": {key: str(value) for key, value in asdict(setting).items()},
         "seed": seed,
+        "run": folder.name,
         "date": datetime.now(UTC).date().isoformat(),
         "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
         "averaged": accuracy(trainer.average, tx, ty),  # of a mean in which late ones weigh most
@@ -192,13 +194,21 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         "relation": "add-remove",
         "accountant": budget.accountant,
         "private": sigma > 0,
-        "sigma": 0.0 if s.noise == "none" else s.sigma,
+        "sigma": 0.0
+        if s.noise == "none"
+        else s.sigma,  # as in the table; the certificate's is of what a row is bound to
         "steps": steps,
         "extractor": about.extractor,
         "certificate_sha256": certificate["sha256"]["certificate"],
         "versions": certificate["versions"],
         "seconds": round(time.monotonic() - began, 2),
     }
+
+
+def _vacant(folder: Path) -> Path:
+    """This, or its name with a number: what a training that was broken off has spent stays on record."""
+    tries = itertools.chain([folder], (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(2)))
+    return next(place for place in tries if not place.exists())
 
 
 class Lab:

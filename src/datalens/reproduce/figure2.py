@@ -36,7 +36,7 @@ COST = f"δ = {DELTA:g}, add-remove"
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One half of the figure: how its votes come about, and how that differs from the paper."""
+    """One panel of the figure: how its votes come about, and how that differs from the paper."""
 
     name: str
     data: str

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from datalens.privacy import bounds
+from datalens.privacy.ledger import upwards
 from datalens.reproduce.figure2 import COST, DELTA, EPSILON, TITLE, epsilon_by
 from datalens.runs import write_atomically
 
@@ -48,7 +49,8 @@ def _markdown(shown: list[dict[str, Any]], left_out: list[str], others: list[dic
         "",
         f"**{bounds.WARNING}**",
         "",
-        "The paper plots both curves up to ε = 1 by the data-independent one, prints no numbers, and says that the "
+        "The paper plots both curves, for MNIST and CelebA-Hair, up to ε = 1 by the data-independent one, prints no "
+        "numbers, and says that the "
         f"data-independent bound is always the tighter one. Here every ε is at {COST}.",
     ]
     for panel in shown:
@@ -64,7 +66,7 @@ def _panel_lines(panel: dict[str, Any]) -> list[str]:
     end, at = panel["curve"][-1], panel["queries_at_epsilon"]
     agreement = panel["log10_agreement"]
     dependent = end["data_dependent"]
-    by_theorem4 = "inapplicable" if dependent is None else f"{dependent:.4g}"
+    by_theorem4 = "inapplicable" if dependent is None else upwards(dependent, 4)
     return [
         f"## {_title(panel)}",
         "",
@@ -72,12 +74,12 @@ def _panel_lines(panel: dict[str, Any]) -> list[str]:
         "",
         f"| bound | ε after {end['queries']} queries ({COST}) | queries until ε = {EPSILON:g} |",
         "|---|---|---|",
-        f"| data-independent, the paper's rdp accountant | {end['rdp']:.4f} | {at['rdp']} |",
-        f"| data-independent, exact accountant | {end['exact']:.4f} | {at['exact']} |",
+        f"| data-independent, the paper's rdp accountant | {upwards(end['rdp'], 4)} | {at['rdp']} |",
+        f"| data-independent, exact accountant | {upwards(end['exact'], 4)} | {at['exact']} |",
         f"| data-dependent (Theorem 4), rdp conversion | {by_theorem4} | — |",
         f"| per query the smaller of both, rdp conversion: data-dependent for {end['smaller_is_data_dependent']}, "
         f"data-independent for {end['smaller_is_data_independent']} (inapplicable for {end['inapplicable']}) | "
-        f"{end['smaller_of_both']:.4f} | — |",
+        f"{upwards(end['smaller_of_both'], 4)} | — |",
         "",
         f"- Theorem 4 applies to {panel['applicable']} of {panel['queries']} queries.",
         f"- Pr[M = ḡ*] = 1 − q of the likeliest outcome: from 10^{min(agreement):.1f} to 10^{max(agreement):.1f}.",

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datalens.privacy.ledger import upwards
 from datalens.runs import write_atomically
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def show_ours(row: dict[str, Any]) -> str:
 
 def show_cost(row: dict[str, Any]) -> str:
     """What a figure of ours cost: never ε without the rest."""
-    cost = f"{float(row['epsilon_spent']):.4g}, {row['delta']:g}, {row['relation']}, {row['accountant']}"
+    spent = upwards(float(row["epsilon_spent"]), 4)
+    cost = f"{spent}, {row['delta']:g}, {row['relation']}, {row['accountant']}"
     return cost + ("" if row["private"] else " NOT PRIVATE")
 
 

@@ -146,8 +146,8 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
     def looking(compress: "Callable[[Gradients], Contributions]") -> "Callable[[Gradients], Contributions]":
         def look(gradients: "Gradients") -> "Contributions":
             rows = gradients.values.detach().flatten(0, 1)
-            every = max(1, len(rows) // ROWS)
-            seen.append(leftovers.tau(rows[::every].cpu().numpy()))
+            some = np.random.default_rng(len(seen)).permutation(len(rows))[:ROWS]  # of all teachers and images
+            seen.append(leftovers.tau(rows[some].cpu().numpy()))
             return compress(gradients)
 
         return look
@@ -204,7 +204,11 @@ def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
             say(f"{crew.name}: the gradients of a run of its own")
             write_atomically(path, json.dumps(measure_crew(crew, folder, device), indent=1).encode())
         shown.append(json.loads(path.read_text(encoding="utf-8")))
-    lines, broken = grid(full), twins()
+    path = folder / "cells" / "simulation.json"
+    if not path.exists():
+        write_atomically(path, json.dumps({**sizes(full), "twins": twins(), "grid": grid(full)}, indent=1).encode())
+    simulated = json.loads(path.read_text(encoding="utf-8"))
+    lines, broken = simulated["grid"], simulated["twins"]
     base = folder / "theory"
     content = {"full": full, "warning": WARNING, "twins": broken, "teachers": shown, "grid": lines}
     write_atomically(base.with_suffix(".json"), json.dumps(content, indent=1).encode())
