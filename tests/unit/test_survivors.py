@@ -410,8 +410,12 @@ def test_sampled_units_have_orders_for_a_small_epsilon() -> None:
 
 
 def test_a_mu_below_which_rounding_begins_is_taken_for_it() -> None:
-    delta = curves.gaussian_delta
-    assert delta(1e-30, 0.0) == delta(1e-12, 0.0) == delta(1e-10, 0.0) < delta(1.4e-10, 0.0)
+    def many(mu: float, epsilon: float) -> float:
+        return float(curves._gaussian_deltas(mu, np.array([epsilon]))[0])
+
+    for delta in (curves.gaussian_delta, many):
+        assert delta(1e-30, 0.0) == delta(1e-12, 0.0) == delta(1e-10, 0.0) < delta(1.4e-10, 0.0)
+    assert many(1.0, math.inf) == 0.0
 
 
 @pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 7.0])

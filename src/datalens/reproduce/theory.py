@@ -206,7 +206,7 @@ def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
         shown.append(json.loads(path.read_text(encoding="utf-8")))
     path = folder / "cells" / "simulation.json"
     if not path.exists():
-        write_atomically(path, json.dumps({**sizes(full), "twins": twins(), "grid": grid(full)}, indent=1).encode())
+        write_atomically(path, json.dumps({**sizes(full), "twins": twins(), "grid": grid(full)}).encode())
     simulated = json.loads(path.read_text(encoding="utf-8"))
     lines, broken = simulated["grid"], simulated["twins"]
     base = folder / "theory"
