@@ -194,9 +194,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         "relation": "add-remove",
         "accountant": budget.accountant,
         "private": sigma > 0,
-        "sigma": 0.0
-        if s.noise == "none"
-        else s.sigma,  # as in the table; the certificate's is of what a row is bound to
+        "sigma": 0.0 if s.noise == "none" else s.sigma,  # as in Table 10; a certificate's multiplies what rows keep to
         "steps": steps,
         "extractor": about.extractor,
         "certificate_sha256": certificate["sha256"]["certificate"],
