@@ -23,9 +23,9 @@ certificate (runs themselves are not kept: a certificate is checked where its re
 2.11 it was run on one NVIDIA H200, where it says 2.13, on two CPU cores; `datalens: not installed` is our source tree
 there. `datalens reproduce NAME --full --from docs/results` makes one table from them (not table6, table11, runtime and
 theory); without `--from`, what is missing is run. `datalens reproduce all --quick` runs a small, labelled version of
-everything but the rows of CelebA and Places365: 17 minutes on two cores (17 min 32 s on 2026-11-16, with the data sets at
-hand). Accuracies, scores and distances are measured on real data: not covered by ε. No setting
-was chosen on test data.
+everything but the rows of CelebA and Places365: 17 minutes on two cores (17 min 32 s on 2026-11-16, with the data sets
+at hand). Accuracies, scores and distances are measured on real data: not covered by ε. No setting was chosen on test
+data.
 
 Elsewhere: what our default reaches, and how, in [utility.md](utility.md); DP-SGD (tables 8 to 11, figure 3) in
 [dpsgd.md](dpsgd.md); seconds per epoch (table 6, running time) in [benchmarks.md](benchmarks.md); Theorem 6 in
