@@ -9,7 +9,8 @@ import torch
 from datalens.datasets.records import record_keys
 from datalens.errors import DatalensError
 from datalens.evaluate import audit
-from datalens.evaluate.audit import Observed, Question
+from datalens.evaluate.audit import Question
+from datalens.evaluate.audit_run import Observed, share_names, watch
 from datalens.methods import datalens as method
 from datalens.privacy.audit import Weakened
 from datalens.privacy.mechanisms import GaussianSum
@@ -50,7 +51,7 @@ def test_the_replay_is_exact_and_the_case_nearly_the_worst(relation, copies):
     worlds = audit.two_worlds(question, copies=copies)
     s = worlds.setup.settings
     for present, actual in enumerate((worlds.without, worlds.with_it)):
-        seen, claimed = audit.watch(worlds.setup, actual, (worlds.without, worlds.with_it), noiseless(worlds))
+        seen, claimed = watch(worlds.setup, actual, (worlds.without, worlds.with_it), noiseless(worlds))
         assert claimed == pytest.approx(4.0, abs=1e-3)
         assert len(seen) == question.steps
         for step in seen:  # the attacker computes to the last vote what the teachers of this world said
@@ -74,9 +75,9 @@ def test_the_worst_seed_lets_the_canary_be_drawn_always():
 
 
 def test_names_hash_into_the_shares_that_were_asked_for():
-    setup = audit.make_setup(Question(epsilon=1.0, delta=1e-5), teachers=16, batch=2, steps=1, seed=3)
+    setup = Question(epsilon=1.0, delta=1e-5).setup(teachers=16, batch=2, steps=1, seed=3)
     wanted = [5, 0, 5, 15, 5]
-    names = audit.share_names(setup, wanted)
+    names = share_names(setup, wanted)
     keys = record_keys(np.empty((5, 0)), np.array(names))
     assert method.share_rule(setup.settings).shares(np.arange(5), keys).tolist() == wanted
     assert len(set(names)) == 5
