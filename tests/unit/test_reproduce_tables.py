@@ -297,7 +297,7 @@ def test_where_a_set_lies(tmp_path: Path) -> None:
         ("table2", {"only": "nothing-*"}, "fits no cell of table2, such as mnist-eps0.2-dp-gan"),
         ("table8", {"only": "x"}, "not made of such cells"),
         ("table1", {"stored": Path("nowhere")}, "nowhere is not a folder"),
-        ("theory", {"stored": Path()}, "cannot be made --from kept cells"),
+        ("runtime", {"stored": Path()}, "cannot be made --from kept cells"),
     ],
 )
 def test_what_is_refused(what: str, asked: dict[str, Any], expected: str, tmp_path: Path) -> None:

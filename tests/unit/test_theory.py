@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from datalens.cli import main
+from datalens.errors import DatalensError
 from datalens.methods import datalens
 from datalens.reproduce import theory as reproduced
 from datalens.reproduce.harness import reproduce
@@ -230,5 +233,36 @@ def test_reproduce_theory_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert text.count(": holds |") == 2
     assert Path(made["plot"]).stat().st_size > 1000
     assert not list((tmp_path / "theory-quick").glob(".run-*"))  # a run that is nobody's release is thrown away
-    monkeypatch.setattr(reproduced, "measure_crew", lambda *_: pytest.fail("measured again"))
+    for name in ("measure_crew", "grid", "twins"):
+        monkeypatch.setattr(reproduced, name, lambda *_: pytest.fail("measured again"))
     assert reproduce("theory", full=False, out=tmp_path, device="cpu")["rows"] == made["rows"]
+    (tmp_path / "theory-quick" / "cells").rename(tmp_path / "theory")
+    shown = reproduce("theory", full=False, out=tmp_path / "shown", device="cpu", stored=tmp_path)
+    assert Path(shown["markdown"]).read_text(encoding="utf-8") == text
+    monkeypatch.setattr(reproduced, "sizes", lambda full: {"repeats": 4, "ends": (3,)})
+    with pytest.raises(DatalensError, match="leave --from out"):
+        reproduce("theory", full=False, out=tmp_path / "shown", device="cpu", stored=tmp_path)
+
+
+def test_gradients_of_all_teachers_and_images_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stride would meet the same image of every other teacher where the batch divides it."""
+    from datalens.reproduce import figure2
+
+    rows = torch.zeros(40, 15, 4)
+    rows[..., 0] = torch.arange(15.0)  # which image it is
+    rows[..., 1] = torch.arange(40.0)[:, None]  # and which teacher's
+    seen: list[Any] = []
+
+    def watched(options: Any, _: Any, looking: Any) -> Any:
+        looking(lambda gradients: None)(SimpleNamespace(values=rows))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure2, "watched_run", watched)
+    monkeypatch.setattr(reproduced, "ROWS", 300)
+    monkeypatch.setattr(reproduced.leftovers, "tau", lambda found: seen.append(found) or found)
+    crew = reproduced.Crew(name="made up", options={"data": "digits", "epsilon": 1.0, "delta": 1e-5}, how="")
+    with pytest.raises(KeyboardInterrupt):
+        reproduced.measure_crew(crew, tmp_path, "cpu")
+    [found] = seen
+    assert len(found) == len(np.unique(found, axis=0)) == 300
+    assert set(found[:, 0]) == set(range(15)) and len(set(found[:, 1])) > 35

@@ -145,14 +145,14 @@ def reproduce(
         return figure2.reproduce(full=full, out=out, device=device, stored=stored)
     if name in appendix_a.TITLES:
         return dpsgd.reproduce(name, full=full, out=out, device=device, cells=stored and stored / "dpsgd")
+    if name == "theory":
+        return theory.reproduce(full=full, out=out, device=device, stored=stored)
     if name not in known and stored is not None:
         raise DatalensError(f"{name} cannot be made --from kept cells: leave it out")
     if name == "runtime":
         return runtime.reproduce(full=full, out=out, device=device)
     if name == "table6":
         return table6.reproduce(full=full, out=out, device=device)
-    if name == "theory":
-        return theory.reproduce(full=full, out=out, device=device)
     table, mode = known[name], "full" if full else "quick"
     kept_as = table.kept_as or name
     folder = out / f"{name}-{mode}"

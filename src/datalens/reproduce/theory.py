@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datalens.config import TrainOptions
+from datalens.errors import DatalensError
 from datalens.progress import bar, say
 from datalens.reproduce.compared import FEW_TEACHERS
 from datalens.runs import write_atomically
@@ -141,6 +143,7 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
 
 def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
     """τ_k over the gradients of a run, which is thrown away: it is nobody's release."""
+    say(f"{crew.name}: the gradients of a run of its own")
     seen: list[NDArray[np.float64]] = []
 
     def looking(compress: "Callable[[Gradients], Contributions]") -> "Callable[[Gradients], Contributions]":
@@ -193,21 +196,29 @@ def summary(crew: Crew, curves: NDArray[np.float64], s: Settings) -> dict[str, A
 # --- the output -----------------------------------------------------------------------------------------------------
 
 
-def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
-    """Run what is missing, then write it all. Returns where everything is."""
+def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
+    """Run what is missing, then write it all. Returns where everything is. `stored`: run nothing, see `harness`."""
     folder = out / f"theory-{'full' if full else 'quick'}"
-    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    cells = folder / "cells" if stored is None else stored / "theory"
+    (folder if stored is not None else cells).mkdir(parents=True, exist_ok=True)
+
+    def kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured as it is asked for, or is now."""
+        path = cells / f"{name}.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if all(found.get(key) == value for key, value in json.loads(json.dumps(asked)).items()):
+            return dict(found)
+        if stored is not None:
+            raise DatalensError(f"{path} is not there, or not of this: leave --from out, and it is measured")
+        write_atomically(path, json.dumps(measure(), indent=1).encode())
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
     shown = []
     for crew in crews(full):
-        path = folder / "cells" / f"{crew.name.replace(', ', '-').replace(' ', '-')}.json"
-        if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("options") != crew.options:
-            say(f"{crew.name}: the gradients of a run of its own")
-            write_atomically(path, json.dumps(measure_crew(crew, folder, device), indent=1).encode())
-        shown.append(json.loads(path.read_text(encoding="utf-8")))
-    path = folder / "cells" / "simulation.json"
-    if not path.exists():
-        write_atomically(path, json.dumps({**sizes(full), "twins": twins(), "grid": grid(full)}).encode())
-    simulated = json.loads(path.read_text(encoding="utf-8"))
+        name = crew.name.replace(", ", "-").replace(" ", "-")
+        shown.append(kept(name, {"options": crew.options}, partial(measure_crew, crew, folder, device)))
+    how = sizes(full)
+    simulated = kept("simulation", how, lambda: {**how, "twins": twins(), "grid": grid(full)})
     lines, broken = simulated["grid"], simulated["twins"]
     base = folder / "theory"
     content = {"full": full, "warning": WARNING, "twins": broken, "teachers": shown, "grid": lines}
