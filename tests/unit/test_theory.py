@@ -258,11 +258,11 @@ def test_gradients_of_all_teachers_and_images_are_looked_at(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(figure2, "watched_run", watched)
-    monkeypatch.setattr(reproduced, "ROWS", 300)
+    monkeypatch.setattr(reproduced, "ROWS", 100)
     monkeypatch.setattr(reproduced.leftovers, "tau", lambda found: seen.append(found) or found)
     crew = reproduced.Crew(name="made up", options={"data": "digits", "epsilon": 1.0, "delta": 1e-5}, how="")
     with pytest.raises(KeyboardInterrupt):
         reproduced.measure_crew(crew, tmp_path, "cpu")
     [found] = seen
-    assert len(found) == len(np.unique(found, axis=0)) == 300
-    assert set(found[:, 0]) == set(range(15)) and len(set(found[:, 1])) > 35
+    assert len(found) == len(np.unique(found, axis=0)) == 100
+    assert set(found[:, 0]) == set(range(15)) and len(set(found[:, 1])) > 30
