@@ -56,16 +56,20 @@ class ConvolutionalModule(nn.Module):
             self.out = nn.Linear(len(out), 1)
             self.out.weight.copy_(out.unsqueeze(0))
             self.out.bias.copy_(start["out.bias"])
+        self.linear = nn.Parameter(start["linear.weight"]) if network.linear else None  # [pixels, classes]
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         one_hot = F.one_hot(labels, self.network.classes).to(x.dtype)
+        per_class = torch.zeros(())
+        if self.linear is not None:
+            per_class = (self.network.linear * x.flatten(1) * self.linear.T[labels]).sum(dim=1)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             if self.network.label_planes:
                 x = torch.cat([x, one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])], dim=1)
             x = F.leaky_relu(norm(conv(x)), 0.2)
         x = x.permute(0, 2, 3, 1).flatten(1)  # our dense layer sees positions before channels
         x = F.leaky_relu(self.norm(self.dense(torch.cat([x, one_hot], dim=1))), 0.2)
-        return self.out(torch.cat([x, one_hot], dim=1)).squeeze(1)
+        return self.out(torch.cat([x, one_hot], dim=1)).squeeze(1) + per_class
 
 
 class OneTeacher:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from datalens.settings import CompressName, MethodName, NoiseName
+from datalens.settings import CompressName, MethodName, NetworkName, NoiseName
 
 WarmStart = Literal["moments", "off"]
 
@@ -119,8 +119,21 @@ class TrainOptions:
     """Number of teachers, each on its own share of the records."""
     balanced: bool = False
     """Equal shares by position: what replace-one always uses, and add-remove refuses."""
-    network: Annotated[Literal["spectral", "compact", "paper"] | None, _CHOICE] = None
-    """The teachers' network: over cosine coefficients, a small convolutional one, or the paper's."""
+    network: Annotated[NetworkName | None, _CHOICE] = None
+    """The teachers' network. spectral: over cosine coefficients. compact: a small convolutional one. paper: of the
+    paper's size. printed: the paper's to the letter, whose votes hardly depend on the label."""
+    linear: _Number = None
+    """Gain of the linear part, one per class, of a compact or paper network; 0: none."""
+    teacher_rate: _Number = None
+    """Learning rate of the teachers."""
+    student_rate: _Number = None
+    """Learning rate of the student."""
+    student_decay: Annotated[Literal["cosine", "off"] | None, _CHOICE] = None
+    """Whether the student's rate falls to zero over the run."""
+    gamma: _Number = None
+    """γ of Algorithm 1: how far an image moves along a decoded vote of 1."""
+    latent: _WholeNumber = None
+    """Dimensions of the student's noise z."""
     k: _WholeNumber = None
     """Coordinates a teacher votes on, per synthetic image."""
     sigma: _Number = None
@@ -190,6 +203,7 @@ class TrainOptions:
 # Options that mean something to some methods only.
 OVERRIDES = (
     *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
+    *("linear", "teacher_rate", "student_rate", "student_decay", "gamma", "latent"),
     *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns", "mechanism"),
 )
 MOMENT_OVERRIDES = (

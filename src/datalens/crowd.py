@@ -44,7 +44,9 @@ class Teachers(Protocol):
 
     def fit_step(self, fakes: "Shown", *, step: int, repeats: int) -> float: ...
 
-    def image_gradients(self, fakes: "Shown", *, step: int) -> Iterator[Gradients]: ...
+    def rows(
+        self, fakes: "Shown", compress: Callable[[Gradients], Contributions], *, step: int
+    ) -> Iterator[Contributions]: ...
 
     def state(self) -> dict[str, Tensor]: ...
 
@@ -161,7 +163,7 @@ class Crowd:
         return None if total is None else float(total) / self._count
 
     def _vote(self) -> BoundedSum | None:
-        mine = sum_bounded(map(self._compress, self._mine.image_gradients(self._shown, step=self._shown.step)))
+        mine = sum_bounded(self._mine.rows(self._shown, self._compress, step=self._shown.step))
         return sum_over_ranks(mine, self._world, units=self._count)
 
     def _save(self, step: int) -> list[str]:

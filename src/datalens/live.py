@@ -24,6 +24,8 @@ from datalens.privacy.ledger import Ledger
 
 # What methods log, in few words; other names are shown as they are.
 WORDS = {
+    "between_classes": "distance between classes",
+    "within_classes": "within a class",
     "agreement": "agreement of teachers",
     "agreement_noise": "noise alone would show",
     "real": "taken for real",

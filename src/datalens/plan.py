@@ -65,6 +65,8 @@ def topagg_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings
     budget = _budget(options)
     name, values = preset(options.method, options.preset, schema, options.epsilon)
     asked = {field: value for field in OVERRIDES if (value := getattr(options, field)) is not None}
+    if options.student_decay is not None:
+        asked["student_decay"] = options.student_decay == "cosine"
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
@@ -212,6 +214,11 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         raise DatalensError(
             "--network spectral sees cosine coefficients: use --basis dct, or --network compact or paper with pixels"
         )
+    network = asked.get("network", values["network"])
+    if network in ("spectral", "printed"):
+        values["linear"] = 0.0
+        if "linear" in asked:
+            raise DatalensError("--linear belongs to --network compact or paper: leave it out")
     compress = asked.get("compress", values["compress"])
     if compress in ("sign", "klevel") and "k" in asked:
         raise DatalensError(f"--compress {compress} votes on every coordinate: leave --k out")
@@ -293,15 +300,16 @@ def _noise_and_steps(
 
 def check_settings(values: dict[str, Any], schema: Schema) -> None:
     """What no run can be done with; also asked when one goes on, since its config.json may have been edited."""
-    for name in ("basis_size", "teachers", "k", "steps", "teacher_steps", "batch"):
+    for name in ("basis_size", "teachers", "k", "steps", "teacher_steps", "batch", "latent"):
         if values[name] < 1:
             raise DatalensError(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
-    for name in ("sigma", "beta"):
+    for name in ("sigma", "beta", "linear"):
         value = values.get(name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise DatalensError(f"--{name} must be a finite number, at least 0, not {value:g}")
-    if not (math.isfinite(values["clip"]) and values["clip"] > 0):
-        raise DatalensError(f"--clip must be above 0, and finite, not {values['clip']:g}")
+    for name in ("clip", "gamma", "teacher_rate", "student_rate"):
+        if not 0 < values[name] < math.inf:
+            raise DatalensError(f"--{name.replace('_', '-')} must be above 0, and finite, not {values[name]:g}")
     if values["batch"] < 2:
         raise DatalensError("--batch must be at least 2: the generator's batch norm needs two images")
     if values["basis_size"] > schema.dimensions:

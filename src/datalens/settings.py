@@ -17,6 +17,7 @@ MethodName = Literal[
 CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
 COMPRESSORS: tuple[CompressName, ...] = get_args(CompressName)
 REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
+NetworkName = Literal["spectral", "compact", "paper", "printed"]
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 
@@ -31,7 +32,7 @@ class Settings:
     noise_seeded: bool
     teachers: int
     shares: Literal["hashed", "balanced"]
-    network: Literal["spectral", "compact", "paper"]
+    network: NetworkName
     hidden: int
     teacher_rate: float
     teacher_weight_decay: float
@@ -59,11 +60,12 @@ class Settings:
     sketch_columns: int = 0
     mechanism: str = ""  # a plug-in's name
     plugins: str = ""  # what of this is code of other packages, and which
+    linear: float = 0.0  # gain of a convolutional teacher's linear part; 0: it has none, as in version 0.1
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what belongs to another compressor: so older certificates have it too."""
+        """All fields as JSON, without those that are zero or empty where an older certificate has no such field."""
         fields = dataclasses.asdict(self)
-        left_out = {**dict.fromkeys(OF_A_COMPRESSOR, 0), "mechanism": "", "plugins": ""}
+        left_out = {**dict.fromkeys(OF_A_COMPRESSOR, 0), "mechanism": "", "plugins": "", "linear": 0}
         return {name: value for name, value in fields.items() if value != left_out.get(name)}
 
     @classmethod

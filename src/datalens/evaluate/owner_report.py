@@ -17,6 +17,8 @@ EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # What methods log, and how a person calls it; other names are shown as they are.
 METRICS = {
     "agreement": "Agreement of teachers: 1 if all vote alike, more by noise; under the line of noise alone it is none",
+    "between_classes": "Distance between class means of synthetic images, per pixel; far below the other line, the "
+    "student ignores its labels",
     "real": "Agreement of teachers: part of them that take a synthetic image for real, with noise",
     "answered": "Agreement of teachers: part of the questions on which enough of them seemed to agree",
     "teacher_loss": "Loss of the teachers",
@@ -31,9 +33,9 @@ MEASURES = {
     "faithfulness": "Faithfulness",
 }
 # What has no chart of its own; and which lines share one.
-UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise")
-PUBLIC = ("sigma",)  # the release has it too
-BESIDE = {"agreement": ("agreement_noise", "noise alone")}
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise", "within_classes")
+PUBLIC = ("sigma", "between_classes")  # the release has it too
+BESIDE = {"agreement": ("agreement_noise", "noise alone"), "between_classes": ("within_classes", "within a class")}
 MOST_ROWS = 60
 # Measure, what to call it, its key, and that of the same on real data.
 HEADLINES = (

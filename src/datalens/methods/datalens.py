@@ -33,6 +33,8 @@ from datalens.private.networks import Network, network_named
 from datalens.private.partition import Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
+from datalens.progress import say
+from datalens.released import classes
 from datalens.released.decode import Decode, agreement
 from datalens.released.generator import can_show, dcgan_architecture
 from datalens.released.student import Student
@@ -87,8 +89,20 @@ def train(
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
         agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
-        run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise)
+        run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise, **diagnose(student, step, s.steps))
     return student
+
+
+def diagnose(student: Student, step: int, steps: int) -> dict[str, float]:
+    """Measure now and then whether the student heeds its labels, and warn half-way and at the end if it does not."""
+    due = {steps // 2, steps - 1}
+    if step % classes.EVERY and step not in due:
+        return {}
+    spread = classes.spread_of(student.generator, seed=step)
+    wrong = classes.trouble(spread, classes=student.generator.architecture.classes)
+    if wrong and step in due and steps >= classes.FEWEST_STEPS:
+        say(f"warning: after {step + 1} of {steps} steps {wrong}")
+    return {"between_classes": spread.between, "within_classes": spread.within}
 
 
 def shown_cosines(settings: Settings, schema: Schema) -> int:
@@ -172,4 +186,5 @@ def _unpacked(theirs: Callable[[Tensor, Settings], Tensor], s: Settings, votes: 
 
 
 def make_network(settings: Settings, basis: Basis, classes: int) -> Network:
-    return network_named(settings.network, basis, classes, hidden=settings.hidden)
+    s = settings
+    return network_named(s.network, basis, classes, hidden=s.hidden, linear=s.linear)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from datalens import streams
 from datalens.basis import Basis
-from datalens.gpu import has_triton
 from datalens.private import layers
 
 Parameters = dict[str, Tensor]
@@ -140,6 +139,7 @@ class Convolutional:
     hidden: int
     label_planes: bool
     dense_norm: bool
+    linear: float = 0.0
     outer: tuple[str, ...] = ("dense.weight",)
 
     def features(self, images: Tensor) -> Tensor:
@@ -162,7 +162,13 @@ class Convolutional:
         return {
             name: torch.ones((len(teachers), *shape), device=teachers.device)
             if name.endswith("scale")
-            else _normal(seed, name, teachers, shape, 0.0 if name.endswith(("bias", "shift")) else 0.02)
+            else _normal(
+                seed,
+                name,
+                teachers,
+                shape,
+                0.0 if name.endswith(("bias", "shift")) or name == "linear.weight" else 0.02,
+            )
             for name, shape in self._shapes().items()
         }
 
@@ -171,6 +177,7 @@ class Convolutional:
     ) -> Tensor:
         p, (n, b) = parameters, labels.shape
         x = features.movedim(2, -1)  # [n, b, h, w, c]
+        linear = self._linear_part(p, features, labels) if self.linear else None
         for layer in range(len(self.channels)):
             maps = self._label_maps(p[f"conv{layer}.label"], x.shape[2:4]) if self.label_planes else None
             weight, bias = p[f"conv{layer}.weight"], p[f"conv{layer}.bias"]
@@ -187,7 +194,13 @@ class Convolutional:
         else:
             x = F.leaky_relu(x, layers.SLOPE)
         out = layers.multiply(x, p["out.weight"].unsqueeze(2))
-        return (out + layers.with_bias(p["out.label"].unsqueeze(2), p["out.bias"], labels)).squeeze(2)
+        out = (out + layers.with_bias(p["out.label"].unsqueeze(2), p["out.bias"], labels)).squeeze(2)
+        return out if linear is None else out + linear
+
+    def _linear_part(self, p: Parameters, features: Tensor, labels: Tensor) -> Tensor:
+        """[n, b]: a linear function of the pixels, one for each class."""
+        pixels = features.flatten(2) * self.linear
+        return layers.multiply(pixels, p["linear.weight"]).gather(2, labels.unsqueeze(2)).squeeze(2)
 
     def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
         weights = sum(torch.Size(shape).numel() for shape in self._shapes().values())
@@ -196,8 +209,6 @@ class Convolutional:
             numbers += 3 * size[0] * size[1] * inputs
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
             numbers += size[0] * size[1] * 6 * outputs
-            if not (torch.cuda.is_available() and has_triton()):
-                numbers += size[0] * size[1] * 2 * 25 * inputs  # torch copies the patches
             inputs = outputs
         return 12 * weights, 4 * (weights + 2 * batch * numbers)
 
@@ -220,6 +231,8 @@ class Convolutional:
         shapes["out.weight"] = (self.hidden,)
         shapes["out.label"] = (classes,)
         shapes["out.bias"] = (1,)
+        if self.linear:
+            shapes["linear.weight"] = (self.shape[0] * self.shape[1] * self.shape[2], classes)
         return shapes
 
     def _label_maps(self, weight: Tensor, size: torch.Size) -> Tensor:
@@ -231,8 +244,11 @@ class Convolutional:
         return maps.view(n, classes, -1, outputs)
 
 
-def paper_network(basis: Basis, classes: int, *, hidden: int = 256) -> Convolutional:
-    """The paper's discriminator at full size: about 556 k parameters on MNIST."""
+def paper_network(basis: Basis, classes: int, *, hidden: int = 256, linear: float = 0.0) -> Convolutional:
+    """The paper's discriminator at full size: about 556 k parameters on MNIST.
+
+    With a linear part it has no batch norm in its dense layer: without either change it does not learn labels.
+    """
     colour = basis.shape[0]
     return Convolutional(
         basis=basis,
@@ -241,11 +257,12 @@ def paper_network(basis: Basis, classes: int, *, hidden: int = 256) -> Convoluti
         channels=(colour + classes, 32 + classes),
         hidden=hidden,
         label_planes=True,
-        dense_norm=True,
+        dense_norm=linear == 0,
+        linear=linear,
     )
 
 
-def compact_network(basis: Basis, classes: int, *, hidden: int = 16) -> Convolutional:
+def compact_network(basis: Basis, classes: int, *, hidden: int = 16, linear: float = 0.0) -> Convolutional:
     """About 16 k parameters on MNIST; one more convolution for every doubling past 32 pixels keeps it small."""
     side = max(basis.shape[1:])
     channels = (8, 16, 16, 16, 16)[: 2 + max(0, (side - 1).bit_length() - 5)]
@@ -257,14 +274,24 @@ def compact_network(basis: Basis, classes: int, *, hidden: int = 16) -> Convolut
         hidden=hidden,
         label_planes=False,
         dense_norm=False,
+        linear=linear,
     )
 
 
-def network_named(name: Literal["spectral", "compact", "paper"], basis: Basis, classes: int, *, hidden: int) -> Network:
+def network_named(
+    name: Literal["spectral", "compact", "paper", "printed"],
+    basis: Basis,
+    classes: int,
+    *,
+    hidden: int,
+    linear: float = 0.0,
+) -> Network:
+    """Return the teachers' network; `linear` is the gain of a convolutional network's linear part."""
     if name == "spectral":
         return Spectral(basis=basis, classes=classes, hidden=hidden)
-    make = paper_network if name == "paper" else compact_network
-    return make(basis, classes, hidden=hidden)
+    if name == "compact":
+        return compact_network(basis, classes, hidden=hidden, linear=linear)
+    return paper_network(basis, classes, hidden=hidden, linear=0.0 if name == "printed" else linear)
 
 
 def _normal(seed: int, name: str, teachers: Tensor, shape: tuple[int, ...], std: float) -> Tensor:

@@ -7,7 +7,9 @@ All teachers' weights and Adam moments are tensors with a leading teacher dimens
 that bound the memory; what does not fit on the device lies in host memory, and goes there and back chunk by chunk.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -23,7 +25,7 @@ from datalens.private.adam import adam_step
 from datalens.private.networks import Network, Parameters, Taps
 from datalens.private.shares import Shares
 
-ROOM_ON_CPU = 2**30  # for the work on one chunk
+ROOM_ON_CPU = 2**26  # for the work on one chunk: what stays in the caches is read several times as fast
 ROOM_ON_GPU = 0.8  # of its memory: the rest is for the student, what is left over between blocks, and estimates
 LEAST_CHUNK = 16  # teachers at a time on a GPU, unless somebody asks for fewer: see `plan_memory`
 
@@ -112,21 +114,27 @@ class Teachers:
         return float(total) / self._shares.teachers
 
     def image_gradients(self, fakes: Fakes, *, step: int) -> Iterator[Gradients]:
+        """Return what `rows` hands to a compressor, chunk by chunk."""
+        return self.rows(fakes, lambda gradients: gradients, step=step)
+
+    def rows(self, fakes: Fakes, compress: Callable[[Gradients], T], *, step: int) -> Iterator[T]:
         """∂ log D(x)/∂x at each fake: the direction in which the teacher finds it more real, in the basis.
+
+        `compress` is called on every chunk's gradients, in the thread that made them.
 
         Differs from the paper: Algorithm 1 prints −∂ log D/∂a and then adds it to the image, which would
         walk away from the data. The direction that lowers the generator's loss is meant.
         """
         fake = self._network.features(fakes.images.detach())
 
-        def ask(chunk: _Chunk) -> Gradients:
+        def ask(chunk: _Chunk) -> T:
             n = len(chunk.numbers)
             inputs = fake.expand(n, *fake.shape).requires_grad_()
             logits = self._network.logits(chunk.weights, inputs, fakes.labels.expand(n, -1), [len(fake)])
             (slope,) = torch.autograd.grad(F.logsigmoid(logits).sum(), inputs)
             values = self._network.to_basis(slope)
             values = torch.where(self._shares.occupied(chunk.numbers).view(-1, 1, 1), values, 0.0)
-            return Gradients(teachers=chunk.numbers, values=values, step=step)
+            return compress(Gradients(teachers=chunk.numbers, values=values, step=step))
 
         yield from self._in_chunks(ask)
 
@@ -223,28 +231,63 @@ class Teachers:
         return loss.detach()
 
     def _in_chunks(self, work: "Callable[[_Chunk], T]") -> Iterator[T]:
-        """`work` on one chunk of teachers after the other, each brought to the device and, if it learned, back."""
-        device = self._shares.device
+        """`work` on one chunk of teachers after the other, each brought to the device and, if it learned, back.
+
+        On a CPU with several threads, so many chunks at a time, each in one thread: products as small as a teacher's
+        gain little from a second one, and what a teacher's row is rounded to does not depend on the threads.
+        """
+        if self._shares.device.type == "cpu" and torch.get_num_threads() > 1:
+            yield from self._side_by_side(work, threads=torch.get_num_threads())
+            return
         for bank in self._banks:
             start = 0
             while start < len(bank.numbers):
-                part = slice(start, start + self.chunk)
-                tables = [{k: v[part] for k, v in table.items()} for table in bank.tables().values()]
-                chunk = None
+                chunk = self._chunk_of(bank, start)
                 try:
-                    weights, mean, square = ({k: v.to(device) for k, v in table.items()} for table in tables)
-                    chunk = _Chunk(bank.numbers[part], weights, mean, square)
-                    result = work(chunk)
+                    result = self._done(chunk, work)
                 except torch.OutOfMemoryError:
-                    self._make_do_with_less(learned=chunk is not None and chunk.draws > 0)
+                    self._make_do_with_less(learned=chunk.draws > 0)
                     continue
-                if chunk.draws:
-                    for table, learned in zip(tables, (chunk.weights, chunk.mean, chunk.square), strict=True):
-                        for name, value in learned.items():
-                            if value.device != table[name].device:  # else it is the same memory
-                                table[name].copy_(value)
                 yield result
                 start += self.chunk
+
+    def _side_by_side(self, work: "Callable[[_Chunk], T]", *, threads: int) -> Iterator[T]:
+        """Results in the order of the teachers; few chunks run ahead of whoever takes them."""
+        places = ((bank, start) for bank in self._banks for start in range(0, len(bank.numbers), self.chunk))
+        running: deque[Future[T]] = deque()
+        torch.set_num_threads(1)  # in this thread too, until all are done: there are no cores left for more
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                for bank, start in places:
+                    if len(running) == 2 * threads:
+                        yield running.popleft().result()
+                    running.append(pool.submit(self._done, self._chunk_of(bank, start), work))
+                while running:
+                    yield running.popleft().result()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _chunk_of(self, bank: _Bank, start: int) -> "_Chunk":
+        """The bank's own memory, from `start` on."""
+        part = slice(start, start + self.chunk)
+        weights, mean, square = ({k: v[part] for k, v in table.items()} for table in bank.tables().values())
+        return _Chunk(bank.numbers[part], weights, mean, square)
+
+    def _done(self, kept: "_Chunk", work: "Callable[[_Chunk], T]") -> T:
+        """`work` on a chunk on the device; what it learned goes to where the chunk is kept."""
+        device = self._shares.device
+        weights, mean, square = ({k: v.to(device) for k, v in table.items()} for table in kept.tables().values())
+        chunk = _Chunk(kept.numbers, weights, mean, square)
+        try:
+            result = work(chunk)
+        finally:
+            kept.draws = chunk.draws
+        if chunk.draws:
+            for name, table in kept.tables().items():
+                for key, value in chunk.tables()[name].items():
+                    if value.device != table[key].device:  # else it is the same memory
+                        table[key].copy_(value)
+        return result
 
     def _make_do_with_less(self, *, learned: bool) -> None:
         """After running out of memory: half the chunk, if it was ours to choose and nothing was learned halfway."""

@@ -10,7 +10,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PATE-GAN": {"method": "pategan"},
     "G-PATE": {"method": "gpate"},
     "GS-WGAN": {"method": "gswgan", "steps": 20},  # blocks of 100; the preset has 200, as published: hours for a table
-    "DataLens": {"method": "datalens-paper"},
+    "DataLens": {"method": "datalens-paper", "network": "compact"},
     OURS: {"method": "datalens"},
     ALONE: {"method": "datalens", "warm_start": "off"},
 }

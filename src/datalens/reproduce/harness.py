@@ -66,7 +66,8 @@ class Cell:
     def run_name(self) -> str:
         """Of its run, where tables share runs: what was asked for decides it."""
         assert self.options is not None
-        digest = hashlib.sha256(json.dumps(self.asked, sort_keys=True).encode()).hexdigest()[:10]
+        asked = {k: v for k, v in (self.asked or {}).items() if (k, v) != ("seed", 0)}  # the default: the same run
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
         epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
         return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
 

@@ -1,0 +1,69 @@
+"""Whether a generator heeds the labels it is given: how far apart its classes are, beside how varied each one is.
+
+Computed from a generator's own images, so it is post-processing and costs no privacy.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from datalens.released.generator import Generator
+
+PER_CLASS = 20  # images of a class that are looked at
+MOST_CLASSES = 10  # the first so many: a hundred classes would cost more than a step of the student
+EVERY = 5  # steps between two looks
+FEWEST_STEPS = 20  # of a run that can be expected to have learned something
+# Below this, the distance between class means is no more than what images of random labels have.
+IGNORED = 0.15
+COLLAPSED = 0.01  # of the range of a pixel: the root mean square difference between images and their mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassSpread:
+    """Root mean square distances, per pixel, of images in [0, 1]."""
+
+    between: float  # of two class means, less what a finite number of images adds by chance
+    within: float  # of an image and its class mean
+
+    @property
+    def ratio(self) -> float:
+        return self.between / self.within if self.within else math.inf if self.between else 0.0
+
+
+def class_spread(images: Tensor, labels: Tensor) -> ClassSpread:
+    """Measure images [n, …] by their labels [n]; every label must occur at least twice.
+
+    Random labels give a `between` of about zero: of two means of k images with variance w², w²·2/k is chance.
+    """
+    groups = [images[labels == label].flatten(1).double() for label in labels.unique()]
+    means = torch.stack([group.mean(dim=0) for group in groups])
+    variances = torch.stack([group.var(dim=0, correction=1).mean() for group in groups])  # [classes]
+    chance = torch.stack([variance / len(group) for variance, group in zip(variances, groups, strict=True)]).mean()
+    between = means.var(dim=0, correction=1).mean() - chance if len(groups) > 1 else torch.zeros(())
+    return ClassSpread(between=math.sqrt(2 * max(float(between), 0.0)), within=math.sqrt(float(variances.mean())))
+
+
+def spread_of(generator: Generator, *, seed: int) -> ClassSpread:
+    """Measure images of a generator as it is now; it is left as it was."""
+    classes = min(generator.architecture.classes, MOST_CLASSES)
+    labels = torch.arange(classes).repeat_interleave(PER_CLASS)
+    training = generator.training
+    generator.eval()
+    with torch.no_grad():
+        images = generator.images(labels, torch.Generator().manual_seed(seed)).cpu()
+    generator.train(training)
+    return class_spread(images, labels)
+
+
+def trouble(spread: ClassSpread, *, classes: int) -> str | None:
+    """Say in words what is wrong with a student that should have learned by now; None where nothing is."""
+    if spread.within < COLLAPSED and spread.between < COLLAPSED:
+        return "the student's images have become all alike: it has collapsed"
+    if classes > 1 and spread.ratio < IGNORED:
+        return (
+            "the student ignores its labels: images of two classes differ no more than images of one class do "
+            f"({spread.between:.3f} between class means, {spread.within:.3f} within a class)"
+        )
+    return None
