@@ -128,6 +128,11 @@ class Convolutional:
     from its gradient, how all of them are off together. Batch norm is by batch statistics, per teacher, on all
     convolutions but the first.
 
+    The label reaches ∂ log D/∂x only through the gates of the leaky ReLUs, so votes on an image hardly depend on it,
+    and a student of such teachers learns strokes without learning which digit it was asked for. So there may be a
+    linear function of the pixels beside the network, one for each class, that starts at zero; `linear` multiplies the
+    pixels it sees (0: the network as printed).
+
     A one-hot plane convolved with zero padding is a fixed map per class, so it is computed once per
     class and looked up by label instead of being carried through the patches: the same function.
     """
@@ -159,16 +164,11 @@ class Convolutional:
         return layers.multiply(gradients.flatten(2), rows.expand(len(gradients), -1, -1))
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters:
+        from_zero = ("bias", "shift", "linear.weight")
         return {
             name: torch.ones((len(teachers), *shape), device=teachers.device)
             if name.endswith("scale")
-            else _normal(
-                seed,
-                name,
-                teachers,
-                shape,
-                0.0 if name.endswith(("bias", "shift")) or name == "linear.weight" else 0.02,
-            )
+            else _normal(seed, name, teachers, shape, 0.0 if name.endswith(from_zero) else 0.02)
             for name, shape in self._shapes().items()
         }
 
