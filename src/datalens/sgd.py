@@ -162,6 +162,7 @@ class Trainer:
         self._taken, self._rate, self._falls = 0, rate, falls
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
+        self._optimizer.watch(self._sampled)
 
     def step(self, x: "Tensor", y: "Tensor", starts: "Tensor | None" = None) -> None:
         """One Poisson sample of the records, or of the persons, in parts if it is large; noise once.
