@@ -1,5 +1,6 @@
 """A model as Opacus trains it, a record's gradient at a time, and the models that are refused."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -46,7 +47,27 @@ class Sampled(GradSampleModule):
         return super().__reduce_ex__(protocol)
 
 
-def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+def check_reduction(model: GradSampleModule, loss_reduction: str) -> None:
+    """Refuse hooks of another loss, or of another first dimension; the hooks are asked, not what the module says."""
+    found = {
+        (hook.keywords["loss_reduction"], hook.keywords["batch_first"])
+        for layer in model.modules()
+        for hook in layer._backward_hooks.values()
+        if isinstance(hook, functools.partial) and "loss_reduction" in hook.keywords
+    }
+    if not found:
+        raise DatalensError("this GradSampleModule has no hooks, so no per-sample gradients: give a new one")
+    for inside, batch_first in sorted(found):
+        if not batch_first:
+            raise DatalensError("this GradSampleModule has batch_first=False: rows must be records; leave it out")
+        if inside != loss_reduction:
+            raise DatalensError(
+                f"make_private has loss_reduction={loss_reduction!r} and this GradSampleModule {inside!r}: one record "
+                "would rescale the rows of all others; give both the same, or the model without the module"
+            )
+
+
+def check_model(model: nn.Module, optimizer: Optimizer, loss_reduction: str) -> None:
     """What Opacus cannot make per-sample gradients for, by name, and what to do."""
     if type(model).__name__.startswith("GradSampleModuleFastGradientClipping"):
         raise DatalensError(NO_GHOSTS)
@@ -57,11 +78,15 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
             "make_private was given this model or optimizer before: a second budget would be spent beside the first; "
             "to train on, load its state_dict into a new model, and count both"
         )
+    if loss_reduction not in ("mean", "sum"):
+        raise DatalensError(f"loss_reduction must be mean or sum, not {loss_reduction}")
+    inner = model._module if isinstance(model, GradSampleModule) else model
     if isinstance(model, GradSampleModule):
-        if not model.batch_first:
-            raise DatalensError("this GradSampleModule has batch_first=False: rows must be records; leave it out")
+        check_reduction(model, loss_reduction)
     elif hasattr(model, "autograd_grad_sample_hooks"):
         raise DatalensError("this model has Opacus's hooks already: give its GradSampleModule, or a new model")
+    if any(isinstance(layer, GradSampleModule) for layer in inner.modules()):
+        raise DatalensError("a part of this model has Opacus's hooks already: wrap all of it, or nothing")
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) or getattr(layer, "track_running_stats", False):
             raise DatalensError(

@@ -32,7 +32,7 @@ from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, cali
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from datalens.progress import say
-from datalens.sampled_model import IN_USE, Sampled, check_model, sampled_module
+from datalens.sampled_model import IN_USE, Sampled, check_model, check_reduction, sampled_module
 from datalens.watching import StateWatch
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def make_private(
     buffer or parameter of the model that changed otherwise than by a step (state_dict() refuses it, too).
     """
     batch_size, count = check_loader(loader)
-    check_model(model, optimizer)
+    check_model(model, optimizer, loss_reduction)
     budget = Budget(epsilon=epsilon, delta=delta, relation="add-remove", accountant=accountant)
     nominal_size = count if nominal_size is None else nominal_size
     plan = plan_steps(
@@ -187,6 +187,7 @@ class PrivateOptimizer(DPOptimizer):
         self.whose: torch.Tensor | None = None  # of each image of a batch, where persons are the units
         self.taken = 0
         self._passes = 0  # forward, since the last step
+        self._model: GradSampleModule | None = None
         self._state: StateWatch | None = None
         self._stepping = self._noisy = False
         optimizer.register_step_pre_hook(self._refuse_raw)
@@ -208,7 +209,8 @@ class PrivateOptimizer(DPOptimizer):
             self._passes += module.training and torch.is_grad_enabled()
 
         model.register_forward_pre_hook(count)
-        state = self._state = StateWatch(model)
+        self._model, state = sampled, StateWatch(model)
+        self._state = state
         state.attach(busy=lambda: self._passes > 0 or self._rows > 0)
         if isinstance(sampled, Sampled):
             sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
@@ -250,8 +252,9 @@ class PrivateOptimizer(DPOptimizer):
         assert self._sum is not None
         if self._batches is not None:
             self._batches.take(self._rows)
-        if self._state is not None:
+        if self._state is not None and self._model is not None:
             self._state.check()
+            check_reduction(self._model, self.loss_reduction)
         released = self.gate.release(self._sum)
         self._sum, self._rows, self._noisy = None, 0, True
         self.taken += 1
