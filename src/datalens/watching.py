@@ -6,7 +6,7 @@ through `.data`, so values are compared.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,19 +61,23 @@ class StateWatch:
         return None
 
     def restore(self) -> None:
-        """Write back what is remembered."""
+        """Write back what is remembered, where it is still of the same shape and type."""
         for name, tensor in self._now().items():
-            if name in self._kept:
-                _bits(tensor).copy_(self._kept[name])
+            kept = self._kept.get(name)
+            if kept is not None and (kept.shape, kept.dtype) == (_bits(tensor).shape, _bits(tensor).dtype):
+                _bits(tensor).copy_(kept)
 
     def check(self) -> None:
         name = self.changed()
         if name is not None:
-            raise DatalensError(
-                f"{name} of the model has changed, and not by a private step: no noise is added to what a layer keeps "
-                "of records for itself; replace the layer, or put it into eval() mode (to set weights yourself, use "
-                "load_state_dict between two steps)"
-            )
+            self.refuse(name)
+
+    def refuse(self, name: str) -> NoReturn:
+        raise DatalensError(
+            f"{name} of the model has changed, and not by a private step: no noise is added to what a layer keeps of "
+            "records for itself; replace the layer, or put it into eval() mode (to set weights yourself, use "
+            "load_state_dict between two steps)"
+        )
 
     def attach(self, busy: Callable[[], bool]) -> None:
         """Check whenever state_dict() is asked for; remember what load_state_dict() sets, but not while a step is made.

@@ -443,7 +443,13 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_layer_that_remembers_records_is_noticed(anew: bool) -> None:
-    made, optimizer, loader = private(nn.Sequential(Remembers(anew=anew), nn.Linear(6, 3)))
+    """When it is handed over, and what it remembered by then is gone; or when it begins to (test_watched_model.py)."""
+    layer = Remembers(anew=anew)
+    with pytest.raises(DatalensError, match=r"buffer 0\.mean of the model has changed"):
+        private(nn.Sequential(layer, nn.Linear(6, 3)))
+    assert torch.equal(layer.mean, torch.zeros(6))
+    made, optimizer, loader = private(nn.Sequential(layer.eval(), nn.Linear(6, 3)))
+    layer.train()
     x, y = next(iter(loader))
     refused(r"buffer 0\.mean of the model has changed", lambda: learn(made, optimizer, x, y), optimizer)
 

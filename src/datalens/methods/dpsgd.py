@@ -9,6 +9,7 @@ Differs from the paper: noise is on every coordinate, kept or not (Algorithm 4 s
 is Opacus's PRV price of the steps.
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector
 from datalens.bounded.persons import sum_persons
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.guidance import budget_warnings
+from datalens.mixing import CannotTell, try_batch, try_collate, try_model
 from datalens.poisson import PoissonBatches, check_loader, sampled
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps
@@ -125,11 +127,13 @@ def make_private(
     - `noise_seed`: for tests; NOT PRIVATE.
 
     What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step. Yours to keep: records come
-    from the loader alone, and the loss of a batch is the plain mean (or, with loss_reduction="sum", the sum) of its
-    records' own losses. A mean that is divided by something else than their number, as cross_entropy's is with
-    `weight=` or `ignore_index`, is not: one record would rescale all others. Use reduction="sum" there, or weigh each
-    record's loss yourself and take `.mean()`. Not covered: losses and accuracies you look at.
+    from the loader alone, no code between it and the model mixes them, and the loss of a batch is the plain mean (or,
+    with loss_reduction="sum", the sum) of its records' own losses. A mean that is divided by something else than their
+    number, as cross_entropy's is with `weight=` or `ignore_index`, is not: one record would rescale all others. Use
+    reduction="sum" there, or weigh each record's loss yourself and take `.mean()`. Not covered: what a layer keeps in
+    plain Python attributes; losses and accuracies you look at.
 
+    Refused at once: a model or a collate function that mixes records, as far as a trial on a few of them shows.
     Refused, as a step: rows of gradients that are not exactly the records of one batch; two forward passes in one; a
     buffer or parameter of the model that changed otherwise than by a step (state_dict() refuses it, too).
     """
@@ -149,6 +153,11 @@ def make_private(
     )
     for line in budget_warnings(budget, nominal_size):
         say(f"warning: {line}")
+    batch, said = try_collate(loader)
+    if said:
+        say(f"warning: {said} (docs/dpsgd.md)")
+    with contextlib.suppress(CannotTell):  # it is tried again when it is first called
+        try_batch(model._module if isinstance(model, GradSampleModule) else model, batch)
     noise: NoiseSource = SecureNoise() if noise_seed is None else SeededNoise(noise_seed)
     if noise_seed is not None or math.isinf(epsilon):
         say("NOT PRIVATE: the noise is seeded, or there is none")
@@ -189,7 +198,7 @@ class PrivateOptimizer(DPOptimizer):
         self._passes = 0  # forward, since the last step
         self._model: GradSampleModule | None = None
         self._state: StateWatch | None = None
-        self._stepping = self._noisy = False
+        self._stepping = self._noisy = self._tried = False
         optimizer.register_step_pre_hook(self._refuse_raw)
         if batches is not None:
             batches.on_new_pass = self._drop
@@ -202,18 +211,37 @@ class PrivateOptimizer(DPOptimizer):
         return ledger.budget.describe(ledger.spent()) + said
 
     def watch(self, sampled: GradSampleModule) -> None:
-        """Count the model's forward passes, and remember its state: no noise is added to what a layer keeps there."""
+        """Count the model's forward passes, try at the first whether it mixes records, and remember its state.
+
+        No noise is added to what a layer keeps in parameters and buffers by itself.
+        """
         model: nn.Module = sampled._module
 
-        def count(module: nn.Module, _: Any) -> None:
-            self._passes += module.training and torch.is_grad_enabled()
+        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled():
+                self._passes += 1
+                self._try_once(module, arguments, named)
 
-        model.register_forward_pre_hook(count)
+        model.register_forward_pre_hook(count, with_kwargs=True)
         self._model, state = sampled, StateWatch(model)
         self._state = state
         state.attach(busy=lambda: self._passes > 0 or self._rows > 0)
         if isinstance(sampled, Sampled):
             sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
+
+    def _try_once(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """As it is called now, which `make_private` could only guess. Samples of none and of one tell nothing."""
+        rows = [len(x) for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor) and x.dim()]
+        if self._tried or (rows and rows[0] < 2):
+            return
+        self._tried = True
+        try:
+            try_model(model, arguments, named)
+        except CannotTell as reason:
+            say(
+                f"warning: it could not be tried whether the model mixes records ({reason}); that it does not is yours "
+                "to keep (docs/dpsgd.md)"
+            )
 
     def clip_and_accumulate(self) -> None:
         for p in self.params:
