@@ -287,8 +287,9 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         trainer.step(data.x, data.y, data.starts)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
+    lost = gate.charged - gate.left - run.completed
     if run.interrupted:
-        _park(run.path, gate.left)
+        _park(run.path, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
     write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
     reached = None if data.test is None else accuracy(model, *data.test)
@@ -314,7 +315,6 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         "private": private,
         "interrupted": run.interrupted,
     }
-    lost = gate.charged - gate.left - run.completed
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
