@@ -44,7 +44,10 @@ MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
 
 
 def train(options: SgdOptions) -> dict[str, Any]:
-    """Train, or go on, and write the release. Returns the facts `--json` prints."""
+    """Train, or go on, and write the release. Returns the facts `--json` prints.
+
+    `accuracy` is that on real test records, for the owner only: no ε covers it, and it does not belong into a log.
+    """
     from datalens.training import choose_device
 
     began = time.monotonic()
@@ -317,9 +320,8 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     }
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
     spent = budget.describe(run.ledger.spent())
-    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}{said}")
+    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}")
     return facts
 
 
