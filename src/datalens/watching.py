@@ -47,10 +47,15 @@ class StateWatch:
             if id(tensor) in wanted:
                 self._kept[name] = _bits(tensor).clone()
 
-    def changed(self) -> str | None:
-        """The first that is not bit for bit what is remembered, by kind and name; also if it came or went."""
+    def changed(self, within: str | None = None) -> str | None:
+        """The first that is not bit for bit what is remembered, by kind and name; also if it came or went.
+
+        `within`: of the layer of this name alone, without those in it.
+        """
         now = self._now()
         for name in (*self._kept, *now):
+            if within is not None and name.split(" ", 1)[1].rpartition(".")[0] != within:
+                continue
             if name not in self._kept or name not in now:
                 return name
             bits, kept = _bits(now[name]), self._kept[name]
@@ -67,8 +72,8 @@ class StateWatch:
             if kept is not None and (kept.shape, kept.dtype) == (_bits(tensor).shape, _bits(tensor).dtype):
                 _bits(tensor).copy_(kept)
 
-    def check(self) -> None:
-        name = self.changed()
+    def check(self, within: str | None = None) -> None:
+        name = self.changed(within)
         if name is not None:
             self.refuse(name)
 
@@ -76,20 +81,23 @@ class StateWatch:
         raise DatalensError(
             f"{name} of the model has changed, and not by a private step: no noise is added to what a layer keeps of "
             "records for itself; replace the layer, or put it into eval() mode (to set weights yourself, use "
-            "load_state_dict between two steps)"
+            "load_state_dict of the whole model between two steps)"
         )
 
     def attach(self, busy: Callable[[], bool]) -> None:
-        """Check whenever state_dict() is asked for; remember what load_state_dict() sets, but not while a step is made.
+        """Check whenever state_dict() is asked for, of a part too; remember what load_state_dict() of the model sets.
 
-        Copies of the model have these hooks too, and are left alone.
+        Not while a step is made. Copies of the model have these hooks too, and are left alone.
         """
         model = self._model
         persistent = set(model.state_dict())
 
-        def leaving(module: nn.Module, *_: Any) -> None:
-            if module is model:
-                self.check()
+        def leaving(name: str, layer: nn.Module) -> Callable[..., None]:
+            def look(module: nn.Module, *_: Any) -> None:
+                if module is layer:
+                    self.check(None if layer is model else name)
+
+            return look  # a function, and no partial: a copy of the model would have one with a copy of the layer
 
         def loading(module: nn.Module, *_: Any) -> None:
             if module is model and busy():
@@ -101,7 +109,8 @@ class StateWatch:
                 set_now = persistent - missing
                 self.remember(tensor for name, tensor in self._now().items() if name.split(" ", 1)[1] in set_now)
 
-        model.register_state_dict_pre_hook(leaving)
+        for name, layer in model.named_modules():
+            layer.register_state_dict_pre_hook(leaving(name, layer))
         model.register_load_state_dict_pre_hook(loading)
         model.register_load_state_dict_post_hook(loaded)
 

@@ -116,7 +116,7 @@ def test_after_the_last_step_it_does_not_leave_by_the_state_dict(write: Any, fro
     assert model.state_dict()
     keeper.keeps = True
     model(X)
-    for out in (model.state_dict, model._module.state_dict, lambda: copy.deepcopy(model)):
+    for out in (model.state_dict, model._module.state_dict, keeper.state_dict, lambda: copy.deepcopy(model)):
         with pytest.raises(DatalensError, match="has changed"):
             out()
 
@@ -172,6 +172,10 @@ def test_the_optimizers_own_steps_are_no_change() -> None:
     learn(model, optimizer, *next(iter(loader)))
     assert torch.equal(copied.state_dict()["_module.1.weight"], weights[-1])  # a copy is of its own day
     assert copy.deepcopy(copied).state_dict()
+    model._module[1].weight.data.add_(1)  # type: ignore[index, union-attr, operator]
+    assert copied.state_dict() and copied._module[1].state_dict()  # type: ignore[index, union-attr]
+    with pytest.raises(DatalensError, match="has changed"):
+        assert model._module[1].state_dict()  # type: ignore[index, union-attr]
 
 
 def test_a_step_that_breaks_off_is_remembered_as_far_as_it_came() -> None:
