@@ -45,6 +45,7 @@ def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callabl
         gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
         plan = Plan(compress=compress, schedule=schedule, batch_size=batch)
         optimizer = PrivateOptimizer(sgd, plan=plan, gate=gate)
+        optimizer.watch(model)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -69,7 +69,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/reserve.py": ("unit/test_data_budget.py",),
     "privacy/dpsgd.py": ("unit/test_gradient_gate.py", "unit/test_noisy_critic.py", "unit/test_sgd_rules.py"),
     "poisson.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py"),
-    "methods/dpsgd.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py"),
+    "methods/dpsgd.py": (
+        *("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py", "unit/test_watched_model.py"),
+        "unit/test_mixing.py",
+    ),
+    "watching.py": ("unit/test_watched_model.py",),
+    "mixing.py": ("unit/test_mixing.py", "unit/test_dpsgd_misuse.py"),
+    "sampled_model.py": ("unit/test_dpsgd_misuse.py", "unit/test_dpsgd.py", "unit/test_watched_model.py"),
+    "privacy/owned.py": ("unit/test_owned.py",),
     "privacy/one_of_many.py": ("unit/test_one_of_many.py",),
     "privacy/responses.py": ("unit/test_votes.py",),
     "privacy/noise.py": (

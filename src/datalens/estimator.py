@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from sklearn.base import BaseEstimator
 
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError, TamperedError
+from datalens.scratch import Scratch
 
 if TYPE_CHECKING:
     from datalens.released.synthetic import SyntheticDataset
@@ -169,7 +169,7 @@ class DataLens(BaseEstimator):
             name=self.name,
             size_is_public=self.relation == "replace-one",
         )
-        home = tempfile.TemporaryDirectory(prefix="datalens-")  # for the owner's eyes only; gone with the model
+        home = Scratch()  # for the owner's eyes only; gone with the model, or, if this is killed, when the next is made
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         asked = self._asked(run, group_name=self.group_name if groups is not None else None)
         train(asked, given={*_OWN, *(self.options or {}), "noise_seed"} - {"device"}, records=records)
@@ -239,7 +239,7 @@ class DataLens(BaseEstimator):
         if found.problems:
             raise TamperedError(f"the certificate of {path} does not stand: {found.problems[0]}")
         model = cls()
-        home = tempfile.TemporaryDirectory(prefix="datalens-")  # a copy: the folder may change or go
+        home = Scratch()  # a copy: the folder may change or go
         model._keep(Path(shutil.copytree(release, Path(home.name) / "release")), home)
         said = model.certificate
         model.set_params(
@@ -270,7 +270,7 @@ class DataLens(BaseEstimator):
         begun = (run / "config.json").is_file()
         return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, record_id=group_name, **asked)
 
-    def _keep(self, release: Path, home: "tempfile.TemporaryDirectory[str]") -> None:
+    def _keep(self, release: Path, home: Scratch) -> None:
         self._home, self.release_ = home, release
 
     def _release(self) -> Path:

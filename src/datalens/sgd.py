@@ -44,7 +44,10 @@ MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
 
 
 def train(options: SgdOptions) -> dict[str, Any]:
-    """Train, or go on, and write the release. Returns the facts `--json` prints."""
+    """Train, or go on, and write the release. Returns the facts `--json` prints.
+
+    `accuracy` is that on real test records, for the owner only: no ε covers it, and it does not belong into a log.
+    """
     from datalens.training import choose_device
 
     began = time.monotonic()
@@ -162,6 +165,7 @@ class Trainer:
         self._taken, self._rate, self._falls = 0, rate, falls
         self._sampled = sampled_module(model)
         self._optimizer = PrivateOptimizer(torch.optim.SGD(model.parameters(), lr=rate), plan=made, gate=gate)
+        self._optimizer.watch(self._sampled)
 
     def step(self, x: "Tensor", y: "Tensor", starts: "Tensor | None" = None) -> None:
         """One Poisson sample of the records, or of the persons, in parts if it is large; noise once.
@@ -286,8 +290,9 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         trainer.step(data.x, data.y, data.starts)
     if run.completed == 0:
         raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
+    lost = gate.charged - gate.left - run.completed
     if run.interrupted:
-        _park(run.path, gate.left)
+        _park(run.path, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
     write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
     reached = None if data.test is None else accuracy(model, *data.test)
@@ -313,12 +318,10 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
         "private": private,
         "interrupted": run.interrupted,
     }
-    lost = gate.charged - gate.left - run.completed
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    said = "" if reached is None else f" Accuracy on real test records, for the owner only: {reached:.4f}."
     spent = budget.describe(run.ledger.spent())
-    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}{said}")
+    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}")
     return facts
 
 

@@ -29,7 +29,7 @@ KEYS = {"accuracy", "epsilon", "delta", "sigma", "steps", "clip", "topk", "selec
 @pytest.fixture(scope="module")
 def trained(datalens: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("sgd") / "run"
-    return out, datalens("sgd", *SMALL, "--out", out, "--json").succeeded().json
+    return out, datalens("sgd", *SMALL, "--out", out, "--json", "--show-accuracy").succeeded().json
 
 
 def charged(run: Path) -> int:
@@ -47,6 +47,38 @@ def test_it_trains_and_says_what_it_did(trained: tuple[Path, dict[str, Any]]) ->
         ["CERTIFICATE.md", "certificate.json", "ledger.jsonl", "model.safetensors", "report.html"]
     )
     assert (run / "config.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_accuracy_on_real_records_is_not_in_a_jobs_log(datalens: Any, tmp_path: Path, as_json: bool) -> None:
+    """Neither stream has it, unless it is asked for; the run folder, which is private, has."""
+    run = tmp_path / "run"
+    found = datalens("sgd", *SMALL, "--out", run, *(["--json"] if as_json else [])).succeeded()
+    (kept,) = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "accuracy" in line]
+    assert 0 < kept["accuracy"] <= 1
+    assert str(kept["accuracy"]) not in found.out + found.err and "ccuracy" not in found.err
+    if as_json:
+        assert found.json["accuracy"] is None and found.json["accuracy_for_the_owner"] == f"{run}/metrics.jsonl"
+    else:
+        said = f"accuracy on real test records: for the owner only, in {run}/metrics.jsonl (--show-accuracy prints it)"
+        assert found.out.splitlines()[1:] == [said]
+    assert (run / "metrics.jsonl").stat().st_mode & 0o077 == 0
+    assert all(b"accuracy" not in path.read_bytes() for path in (run / "release").iterdir())
+
+
+def test_in_a_terminal_accuracy_is_shown_and_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from datalens.commands.sgd import Sgd, accuracy_said
+
+    line = accuracy_said({"run": "r", "accuracy": 0.5}, shown=True)[1]
+    assert line == "accuracy on real test records, for the owner only (no epsilon covers it): 0.5000"
+    told: list[bool] = []
+    facts = {"run": "r", "accuracy": 0.5, "interrupted": False}
+    monkeypatch.setattr("datalens.sgd.train", lambda options: facts)
+    monkeypatch.setattr("datalens.commands.sgd.show", lambda said, lines, json: told.append("0.5000" in lines[1]))
+    for terminal, asked in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        Sgd(data="digits", out=tmp_path, show_accuracy=asked)()
+    assert told == [False, True, True]
 
 
 def test_the_certificate_stands_by_itself(trained: tuple[Path, dict[str, Any]], datalens: Any) -> None:
@@ -228,7 +260,7 @@ def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monk
     asked += ("--epsilon", 9, "--accountant", "rdp-improved", "--extractor", weights)
     found = datalens("sgd", *asked, "--out", tmp_path / "r", "--json").succeeded().json
     assert (found["extractor"], found["network"]) == ("resnet18", "linear")
-    kept = list((tmp_path / "home" / "features").iterdir())
+    kept = list((tmp_path / "home" / "features").glob("*.npy"))
     assert len(kept) == 1 and kept[0].stat().st_mode & 0o077 == 0  # the same images twice
     extractor = features.find(str(weights))
     device = torch.device("cpu")

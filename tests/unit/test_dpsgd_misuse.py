@@ -126,6 +126,60 @@ def test_batch_first_is_how_it_is() -> None:
     private(GradSampleModule(network()))
 
 
+@pytest.mark.parametrize(("inside", "outside"), [("mean", "sum"), ("sum", "mean")])
+def test_a_module_that_was_wrapped_for_another_loss_is_refused(inside: str, outside: str) -> None:
+    """Its rows would be multiplied by the number of records in the batch, or not, which one record moves."""
+    with pytest.raises(DatalensError, match=f"loss_reduction={outside!r}.*{inside!r}") as caught:
+        private(GradSampleModule(network(), loss_reduction=inside), loss_reduction=outside)
+    assert "\n" not in str(caught.value)
+    private(GradSampleModule(network(), loss_reduction=inside), loss_reduction=inside)
+
+
+def test_it_is_the_hooks_that_count() -> None:
+    """What the module says of itself is not what it does, once its hooks were added anew; nor need layers agree."""
+    model = GradSampleModule(network())
+    model.remove_hooks()
+    with pytest.raises(DatalensError, match="has no hooks"):
+        private(model)
+    model.add_hooks(loss_reduction="sum")
+    assert model.loss_reduction == "mean"
+    with pytest.raises(DatalensError, match="'sum'"):
+        private(model)
+    model.remove_hooks()
+    model.add_hooks(batch_first=False)
+    with pytest.raises(DatalensError, match="batch_first=False"):
+        private(model)
+    made, optimizer, loader = private(batch=COUNT)
+    learn(made, optimizer, *next(iter(loader)))
+    made.remove_hooks()
+    made.add_hooks(loss_reduction="sum")  # and later, too
+    refused("'sum'", lambda: learn(made, optimizer, *next(iter(loader))), optimizer)
+    for unknown in ("median", "none"):
+        with pytest.raises(DatalensError, match="mean or sum"):
+            private(loss_reduction=unknown)
+    nested = nn.Sequential(GradSampleModule(network(), loss_reduction="sum"), nn.Linear(3, 3))
+    with pytest.raises(DatalensError, match="hooks already"):
+        private(nested)
+
+
+@pytest.mark.parametrize(("inside", "others", "one"), [("sum", 99.0, -1e3), ("mean", 0.01, 1.0)])
+def test_the_wrong_reduction_moves_the_sum_further_than_is_paid_for(inside: str, others: float, one: float) -> None:
+    """What the refusals above are for. The gradient of a record is the record here, and C = 1."""
+    outside = {"sum": "mean", "mean": "sum"}[inside]
+    compress = private()[1].plan.compress
+
+    def total(records: list[float], reduction: str) -> Tensor:
+        model = GradSampleModule(nn.Linear(1, 1, bias=False), loss_reduction=inside)
+        out = model(torch.tensor(records)[:, None])
+        (out.mean() if reduction == "mean" else out.sum()).backward()
+        return compress.sum([p.grad_sample for p in model.parameters()]).private_total  # type: ignore[misc]
+
+    def moved(reduction: str) -> float:
+        return float((total([others] * 99 + [one], reduction) - total([others] * 99, reduction)).norm())
+
+    assert moved(inside) <= compress.l2_bound and moved(outside) > 1.95 * compress.l2_bound
+
+
 # --- a step is one sample -----------------------------------------------------------------------------------------
 
 
@@ -389,7 +443,13 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_layer_that_remembers_records_is_noticed(anew: bool) -> None:
-    made, optimizer, loader = private(nn.Sequential(Remembers(anew=anew), nn.Linear(6, 3)))
+    """When it is handed over, and what it remembered by then is gone; or when it begins to (test_watched_model.py)."""
+    layer = Remembers(anew=anew)
+    with pytest.raises(DatalensError, match=r"buffer 0\.mean of the model has changed"):
+        private(nn.Sequential(layer, nn.Linear(6, 3)))
+    assert torch.equal(layer.mean, torch.zeros(6))
+    made, optimizer, loader = private(nn.Sequential(layer.eval(), nn.Linear(6, 3)))
+    layer.train()
     x, y = next(iter(loader))
     refused(r"buffer 0\.mean of the model has changed", lambda: learn(made, optimizer, x, y), optimizer)
 

@@ -94,7 +94,8 @@ def test_a_judge_is_kept_for_its_owner_alone(
     digits: tuple[Dataset, Dataset], judge_of_digits: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judge, "STEPS", 200)
-    path = cache.folder() / f"judge-{judge_of_digits.fingerprint}.safetensors"
+    path = cache.path_of(f"judge-{judge_of_digits.fingerprint}", ".safetensors")
+    assert path.parent == cache.folder() and judge_of_digits.fingerprint not in path.name
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     def forbidden(*arguments: Any, **options: Any) -> Any:

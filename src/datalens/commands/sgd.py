@@ -1,9 +1,10 @@
 """`datalens sgd`: a classifier by DP-SGD with TopAgg compression."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -76,14 +77,29 @@ class Sgd:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
     """Continue the run in --out after an interruption."""
+    show_accuracy: bool = False
+    """Print accuracy on real test records, which no epsilon covers, also without a terminal (in the log of a job)."""
     json: Json = False
 
     def __call__(self) -> int:
         from datalens.sgd import train
         from datalens.sgd_plan import SgdOptions
 
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "json"}
+        own = ("json", "show_accuracy")
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         result = train(SgdOptions(**asked))
-        accuracy = "unknown: there is no test split" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
-        show(result, [f"{result['run']}/release", f"accuracy on real test records: {accuracy}"], json=self.json)
+        said, line = accuracy_said(result, shown=self.show_accuracy or sys.stdout.isatty())
+        show(said, [f"{result['run']}/release", line], json=self.json)
         return EXIT_INTERRUPTED if result["interrupted"] else 0
+
+
+def accuracy_said(result: dict[str, Any], *, shown: bool) -> tuple[dict[str, Any], str]:
+    """What is printed: accuracy on real records only where the owner sees it, since job logs are read by others."""
+    what = "accuracy on real test records"
+    if result["accuracy"] is None:
+        return result, f"{what}: unknown: there is no test split"
+    if shown:
+        return result, f"{what}, for the owner only (no epsilon covers it): {result['accuracy']:.4f}"
+    where = f"{result['run']}/metrics.jsonl"
+    line = f"{what}: for the owner only, in {where} (--show-accuracy prints it)"
+    return {**result, "accuracy": None, "accuracy_for_the_owner": where}, line

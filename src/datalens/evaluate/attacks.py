@@ -6,7 +6,6 @@ privacy. Differential privacy bounds what such attacks can do; that they fail pr
 
 import dataclasses
 import math
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from datalens.privacy.ledger import Budget, json_number
 from datalens.released.release import sample
 from datalens.released.synthetic import SyntheticDataset
 from datalens.runs import read_config
+from datalens.scratch import Scratch
 from datalens.training import train
 
 FALSE_ALARMS = 0.01  # the rate at which the threshold of an attack is set
@@ -255,7 +255,7 @@ def _shadow(
 ) -> SyntheticDataset:
     """What a run like the attacked one makes of the chosen records, each teacher with as many of them."""
     size = int(chosen.sum())
-    with tempfile.TemporaryDirectory(prefix="datalens-") as folder:  # mode 0700, and gone afterwards
+    with Scratch() as folder:  # mode 0700, and gone afterwards
         file, out = Path(folder) / "half.npz", Path(folder) / "run"
         np.savez(file, images=pool.images[chosen], labels=pool.labels[chosen], classes=np.array(pool.schema.classes))
         known = {name: value for name, value in options.items() if name in TrainOptions.__dataclass_fields__}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from datalens.datasets import sources
+from datalens import owner_cache
 from datalens.errors import DatalensError
 from datalens.privacy.journal import for_the_owner
 from datalens.runs import load_tensors, save_tensors
@@ -23,13 +23,13 @@ from datalens.runs import load_tensors, save_tensors
 
 def folder() -> Path:
     """Made when it is first needed."""
-    here = sources.folder("evaluations")
-    try:
-        here.mkdir(parents=True, exist_ok=True, mode=0o700)
-        here.chmod(0o700)
-    except OSError as error:
-        raise DatalensError(f"cannot write into {here}: {error.strerror}; set DATALENS_HOME to a folder") from None
-    return here
+    return owner_cache.folder("evaluations")
+
+
+def path_of(name: str, suffix: str) -> Path:
+    """The file of `kind-key`, whose name on disk is salted: a hash of all images would tell that it is these."""
+    kind, _, hashed = name.rpartition("-")
+    return owner_cache.file(folder(), hashed, kind=f"{kind}-", suffix=suffix)
 
 
 def key(*parts: Any) -> str:
@@ -47,7 +47,7 @@ def key(*parts: Any) -> str:
 
 def remembered(name: str, compute: Callable[[], dict[str, Any]], *, fresh: bool = False) -> dict[str, Any]:
     """What `compute` returned when it was called under this name before, or else what it returns now."""
-    path = folder() / f"{name}.json"
+    path = path_of(name, ".json")
     if not fresh:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def remembered_tensors(
     """The same for tensors."""
     from safetensors import SafetensorError
 
-    path = folder() / f"{name}.safetensors"
+    path = path_of(name, ".safetensors")
     if path.is_file() and not fresh:
         try:
             return load_tensors(path)[0]

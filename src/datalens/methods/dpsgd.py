@@ -9,11 +9,9 @@ Differs from the paper: noise is on every coordinate, kept or not (Algorithm 4 s
 is Opacus's PRV price of the steps.
 """
 
+import contextlib
 import functools
 import math
-import warnings
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from opacus.validators import ModuleValidator
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -31,20 +27,18 @@ from datalens.bounded.norm_topk import ROUNDING, NormTopK, Selector
 from datalens.bounded.persons import sum_persons
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.guidance import budget_warnings
+from datalens.mixing import CannotTell, try_batch, try_collate, try_model
 from datalens.poisson import PoissonBatches, check_loader, sampled
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, calibrate_steps
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from datalens.progress import say
+from datalens.sampled_model import IN_USE, Sampled, check_model, check_reduction, sampled_module
+from datalens.watching import StateWatch
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum
-
-_IN_USE: "weakref.WeakSet[object]" = weakref.WeakSet()  # models and optimizers that make_private has taken
-NO_GHOSTS = (
-    "ghost clipping has no per-sample gradients to compress: wrap the model in opacus.GradSampleModule, or in nothing"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +127,18 @@ def make_private(
     - `noise_seed`: for tests; NOT PRIVATE.
 
     What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step. Yours to keep: records come
-    from the loader alone, and the loss of a batch is the plain mean (or, with loss_reduction="sum", the sum) of its
-    records' own losses. A mean that is divided by something else than their number, as cross_entropy's is with
-    `weight=` or `ignore_index`, is not: one record would rescale all others. Use reduction="sum" there, or weigh each
-    record's loss yourself and take `.mean()`. Not covered: losses and accuracies you look at.
+    from the loader alone, no code between it and the model mixes them, and the loss of a batch is the plain mean (or,
+    with loss_reduction="sum", the sum) of its records' own losses. A mean that is divided by something else than their
+    number, as cross_entropy's is with `weight=` or `ignore_index`, is not: one record would rescale all others. Use
+    reduction="sum" there, or weigh each record's loss yourself and take `.mean()`. Not covered: what a layer keeps in
+    plain Python attributes; losses and accuracies you look at.
 
+    Refused at once: a model or a collate function that mixes records, as far as a trial on a few of them shows.
     Refused, as a step: rows of gradients that are not exactly the records of one batch; two forward passes in one; a
-    buffer of the model that changed.
+    buffer or parameter of the model that changed otherwise than by a step (state_dict() refuses it, too).
     """
     batch_size, count = check_loader(loader)
-    _check_model(model, optimizer)
+    check_model(model, optimizer, loss_reduction)
     budget = Budget(epsilon=epsilon, delta=delta, relation="add-remove", accountant=accountant)
     nominal_size = count if nominal_size is None else nominal_size
     plan = plan_steps(
@@ -157,6 +153,11 @@ def make_private(
     )
     for line in budget_warnings(budget, nominal_size):
         say(f"warning: {line}")
+    batch, said = try_collate(loader)
+    if said:
+        say(f"warning: {said} (docs/dpsgd.md)")
+    with contextlib.suppress(CannotTell):  # it is tried again when it is first called
+        try_batch(model._module if isinstance(model, GradSampleModule) else model, batch)
     noise: NoiseSource = SecureNoise() if noise_seed is None else SeededNoise(noise_seed)
     if noise_seed is not None or math.isinf(epsilon):
         say("NOT PRIVATE: the noise is seeded, or there is none")
@@ -164,27 +165,9 @@ def make_private(
     batches = PoissonBatches(count, gate)
     module = sampled_module(model, loss_reduction)
     private = PrivateOptimizer(optimizer, plan=plan, gate=gate, batches=batches, loss_reduction=loss_reduction)
-    private.watch(module._module)
-    _IN_USE.update((module, module._module, optimizer))
+    private.watch(module)
+    IN_USE.update((module, module._module, optimizer))
     return module, private, sampled(loader, batches)
-
-
-def sampled_module(model: nn.Module, loss_reduction: str = "mean") -> GradSampleModule:
-    if isinstance(model, GradSampleModule):
-        return model
-    return _Sampled(model, loss_reduction=loss_reduction)
-
-
-class _Sampled(GradSampleModule):
-    """Opacus's, which in eval() mode ends a backward pass with "No activations detected"."""
-
-    def capture_backprops_hook(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
-        if self.hooks_enabled and not module.training:
-            raise DatalensError(
-                f"a backward pass through a {type(module).__name__} in eval() mode, which has no per-sample gradients: "
-                "call model.train() before the forward pass"
-            )
-        super().capture_backprops_hook(module, *arguments, **named)
 
 
 class PrivateOptimizer(DPOptimizer):
@@ -213,8 +196,9 @@ class PrivateOptimizer(DPOptimizer):
         self.whose: torch.Tensor | None = None  # of each image of a batch, where persons are the units
         self.taken = 0
         self._passes = 0  # forward, since the last step
-        self._buffers: Callable[[], dict[str, tuple[int, int]]] = dict
-        self._stepping = False
+        self._model: GradSampleModule | None = None
+        self._state: StateWatch | None = None
+        self._stepping = self._noisy = self._tried = False
         optimizer.register_step_pre_hook(self._refuse_raw)
         if batches is not None:
             batches.on_new_pass = self._drop
@@ -226,15 +210,38 @@ class PrivateOptimizer(DPOptimizer):
         said = "" if private else "; NOT PRIVATE: the noise is seeded, or there is none"
         return ledger.budget.describe(ledger.spent()) + said
 
-    def watch(self, model: nn.Module) -> None:
-        """Count its forward passes, and remember its buffers: no noise is added to what a layer keeps for itself."""
+    def watch(self, sampled: GradSampleModule) -> None:
+        """Count the model's forward passes, try at the first whether it mixes records, and remember its state.
 
-        def count(module: nn.Module, _: Any) -> None:
-            self._passes += module.training and torch.is_grad_enabled()
+        No noise is added to what a layer keeps in parameters and buffers by itself.
+        """
+        model: nn.Module = sampled._module
 
-        model.register_forward_pre_hook(count)
-        self._buffers = lambda: {name: (id(b), b._version) for name, b in model.named_buffers()}
-        self._buffers_before = self._buffers()
+        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled():
+                self._passes += 1
+                self._try_once(module, arguments, named)
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        self._model, state = sampled, StateWatch(model)
+        self._state = state
+        state.attach(busy=lambda: self._passes > 0 or self._rows > 0)
+        if isinstance(sampled, Sampled):
+            sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
+
+    def _try_once(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """As it is called now, which `make_private` could only guess. Samples of none and of one tell nothing."""
+        rows = [len(x) for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor) and x.dim()]
+        if self._tried or (rows and rows[0] < 2):
+            return
+        self._tried = True
+        try:
+            try_model(model, arguments, named)
+        except CannotTell as reason:
+            say(
+                f"warning: it could not be tried whether the model mixes records ({reason}); that it does not is yours "
+                "to keep (docs/dpsgd.md)"
+            )
 
     def clip_and_accumulate(self) -> None:
         for p in self.params:
@@ -273,14 +280,11 @@ class PrivateOptimizer(DPOptimizer):
         assert self._sum is not None
         if self._batches is not None:
             self._batches.take(self._rows)
-        changed = [name for name, now in self._buffers().items() if now != self._buffers_before.get(name)]
-        if changed:
-            raise DatalensError(
-                f"buffer {changed[0]} of the model has changed: no noise is added to what a layer keeps of records for "
-                "itself; replace the layer, or put it into eval() mode"
-            )
+        if self._state is not None and self._model is not None:
+            self._state.check()
+            check_reduction(self._model, self.loss_reduction)
         released = self.gate.release(self._sum)
-        self._sum, self._rows = None, 0
+        self._sum, self._rows, self._noisy = None, 0, True
         self.taken += 1
         widest = functools.reduce(torch.promote_types, (p.dtype for p in self.params))
         # At once: each trip to a GPU takes its time.
@@ -318,7 +322,9 @@ class PrivateOptimizer(DPOptimizer):
         try:
             return super().step(closure)
         finally:
-            self._stepping = False
+            if self._noisy and self._state is not None:
+                self._state.remember(self.params)  # and nothing else: it is as it was before the first step
+            self._stepping = self._noisy = False
 
     def _drop(self) -> None:
         """All that is known of records: gradients, and sums of parts of a batch."""
@@ -341,45 +347,6 @@ class PrivateOptimizer(DPOptimizer):
         )
 
 
-def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """What Opacus cannot make per-sample gradients for, by name, and what to do."""
-    if type(model).__name__.startswith("GradSampleModuleFastGradientClipping"):
-        raise DatalensError(NO_GHOSTS)
-    if isinstance(optimizer, DPOptimizer):
-        raise DatalensError("this optimizer is private already: give the one it was made from")
-    if model in _IN_USE or optimizer in _IN_USE:
-        raise DatalensError(
-            "make_private was given this model or optimizer before: a second budget would be spent beside the first; "
-            "to train on, load its state_dict into a new model, and count both"
-        )
-    if isinstance(model, GradSampleModule):
-        if not model.batch_first:
-            raise DatalensError("this GradSampleModule has batch_first=False: rows must be records; leave it out")
-    elif hasattr(model, "autograd_grad_sample_hooks"):
-        raise DatalensError("this model has Opacus's hooks already: give its GradSampleModule, or a new model")
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) or getattr(layer, "track_running_stats", False):
-            raise DatalensError(
-                f"layer {name or 'model'} ({type(layer).__name__}) mixes records, and keeps statistics of them that no "
-                "noise is added to: use GroupNorm in its place (opacus.validators.ModuleValidator.fix(model), before "
-                "the optimizer is made), or compute its features beforehand"
-            )
-    errors = ModuleValidator.validate(model, strict=False)
-    if errors:
-        raise DatalensError(f"Opacus cannot train this model: {' '.join(str(errors[0]).split())}")
-    known = {id(p) for p in model.parameters()}
-    used = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in known for p in used):
-        raise DatalensError("the optimizer has parameters that the model has not: make it from model.parameters()")
-    if not any(p.requires_grad for p in used):
-        raise DatalensError("the optimizer has no trainable parameters: there is nothing to train")
-    named = [name for name, p in model.named_parameters() if p.requires_grad and not any(p is other for other in used)]
-    if named:
-        raise DatalensError(
-            f"parameter {named[0]} is trainable and not in the optimizer: add it, or freeze it (requires_grad_(False))"
-        )
-
-
 def _open_ledger(path: Path | None, budget: Budget) -> Ledger:
     if path is None:
         return Ledger.in_memory(budget)
@@ -390,7 +357,3 @@ def _open_ledger(path: Path | None, budget: Budget) -> Ledger:
         ledger.close()
         raise DatalensError(f"{path} was begun with another budget: name another file")
     return ledger
-
-
-# Opacus's hooks sit on layers whose inputs need no gradient, which torch remarks on at every first layer.
-warnings.filterwarnings("ignore", message="Full backward hook is firing")

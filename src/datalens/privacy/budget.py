@@ -30,6 +30,7 @@ from datalens.privacy.events import (
     parse_event,
 )
 from datalens.privacy.ledger import _GENESIS, Budget, _line, sync_directory
+from datalens.privacy.owned import Owned
 from datalens.privacy.reserve import Counted, all_of_it, largest, most_charged, price, with_noise
 
 FILE = "budget.jsonl"
@@ -62,10 +63,11 @@ class Reservation:
     charges: Counted
 
 
-class DataBudget:
+class DataBudget(Owned):
     """The open, locked file. Lines carry the hash of the line before: an edit shows; an older copy does not."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
+        super().__init__()
         self.path = path
         self._file = file
         content = path.read_bytes()
@@ -186,16 +188,17 @@ class DataBudget:
         self, parts: Sequence[tuple[Charge, int]], budget: Budget, *, data: str, unit: str, final: bool = False
     ) -> str:
         """Durably set aside all that such a run may charge, and return the run's id; or refuse, and write nothing."""
-        charges = self.check(parts, budget, data=data, unit=unit, final=final)
-        self.allow(data)
-        run = secrets.token_hex(16)
-        listed = [{"times": times, "event": event.as_dict()} for event, times in charges]
-        self._append(
-            {"type": "run", "run": run, "data": data, "unit": unit, "time": int(time.time()), "charges": listed}
-        )
-        self.reservations = (*self.reservations, Reservation(run=run, data=data, unit=unit, charges=charges))
-        self._turns[run] = run
-        return run
+        with self._alone():  # from the look at what fits to the line that takes it
+            charges = self.check(parts, budget, data=data, unit=unit, final=final)
+            self.allow(data)
+            run = secrets.token_hex(16)
+            listed = [{"times": times, "event": event.as_dict()} for event, times in charges]
+            self._append(
+                {"type": "run", "run": run, "data": data, "unit": unit, "time": int(time.time()), "charges": listed}
+            )
+            self.reservations = (*self.reservations, Reservation(run=run, data=data, unit=unit, charges=charges))
+            self._turns[run] = run
+            return run
 
     def _fits(self, charges: Counted) -> bool:
         return price((*self.charges, *charges), self.cap.delta)[0] <= self.cap.epsilon
@@ -218,6 +221,10 @@ class DataBudget:
         return 0.0 if share <= 1e-9 else budget.pricing().price(with_noise(charges, 1 / share), budget.delta)
 
     def _append(self, fields: dict[str, Any]) -> None:
+        with self._alone():  # a forked child has the same lock on the file, and would write over its parent's lines
+            self._write(fields)
+
+    def _write(self, fields: dict[str, Any]) -> None:
         line, line_hash = _line(fields, self._last_hash)
         try:
             self._file.truncate(self._end)  # what was torn

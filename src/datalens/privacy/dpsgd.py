@@ -17,6 +17,7 @@ from datalens.privacy.accountant import Accountant
 from datalens.privacy.events import MOST_NOISE, NoiseOrigin, RowUnit, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource
+from datalens.privacy.owned import Owned
 from datalens.privacy.released import Released
 
 BLOCKS = 10  # of charges in a run: each is a price and a line on disk
@@ -62,23 +63,26 @@ class Schedule:
         return accountant.price([(self.event(repeats=self.steps, step=0, noise="operating-system"), 1)], delta)
 
 
-class GradientGate:
+class GradientGate(Owned):
     """Sums of one schedule in, noisy sums out. Steps are charged a block at a time, ahead of their noise.
 
     Formal guarantees: see `SubsampledGaussianEvent`; that each sum is over a fresh Poisson sample is the loader's part
     (`poisson_sample`). A block that was begun when the process ended stays charged: what is left of it is handed on by
-    `left` if and only if no step was taken since (see `sgd.park`).
+    `left` if and only if no step was taken since (see `hand_over`). A block belongs to one process: in a forked child,
+    or a copy, its steps would be taken twice.
 
     | asked | answer |
     |---|---|
     | a sum of rows with another bound | refused, before any charge |
     | a step after all steps of the schedule were charged | refused |
     | a ledger with events of another schedule | refused at the start |
+    | anything, in another process; a copy | refused |
     """
 
     def __init__(
         self, ledger: Ledger, schedule: Schedule, noise: NoiseSource, *, left: int = 0, blocks: int = BLOCKS
     ) -> None:
+        super().__init__()
         if ledger.budget.relation != "add-remove":
             raise DatalensError(
                 "Poisson samples of records are priced for add-remove only: under replace-one nobody has proved their "
@@ -104,14 +108,21 @@ class GradientGate:
         """The sum with noise on every coordinate: which coordinates were kept is private too."""
         if (contributions.l2_bound, contributions.row_unit) != (self.schedule.l2_bound, self.schedule.row_unit):
             raise ValueError("these rows are bounded by something else than the schedule says")
-        if self.left == 0:
-            self._charge()
-        self.left -= 1  # before any noise exists
-        event = self.ledger.events[self._number]
-        assert isinstance(event, SubsampledGaussianEvent)
-        total = contributions.private_total  # a GPU may still be at work on it
-        noise = event.sigma * self.noise.standard_normal(total.numel()).reshape(total.shape)
-        return Released(value=total.cpu().numpy().astype(np.float64) + noise, event=event, number=self._number)
+        with self._alone():
+            if self.left == 0:
+                self._charge()
+            self.left -= 1  # before any noise exists
+            event = self.ledger.events[self._number]
+            assert isinstance(event, SubsampledGaussianEvent)
+            total = contributions.private_total  # a GPU may still be at work on it
+            noise = event.sigma * self.noise.standard_normal(total.numel()).reshape(total.shape)
+            return Released(value=total.cpu().numpy().astype(np.float64) + noise, event=event, number=self._number)
+
+    def hand_over(self) -> int:
+        """What is left of the block, for a gate that goes on later: from here on this one would pay anew."""
+        with self._alone():
+            left, self.left = self.left, 0
+            return left
 
     def _charge(self) -> None:
         rest = self.schedule.steps - self.charged

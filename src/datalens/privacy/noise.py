@@ -21,6 +21,7 @@ import numpy as np
 from datalens.errors import DatalensError
 from datalens.privacy import exact
 from datalens.privacy.events import NoiseLaw, NoiseOrigin
+from datalens.privacy.owned import Owned
 
 # So few exact draws take less time than the process that would make them ahead takes to start.
 FEW_DRAWS = 30_000
@@ -188,19 +189,19 @@ class ExactNoise:
         return np.array(self._draw(count), dtype=np.int64)
 
 
-class DrawnAhead:
+class DrawnAhead(Owned):
     """The same noise, drawn ahead by a process of its own: the run does not wait for it, given a second core.
 
     The process writes to a pipe (see `exact.py`) and ends when this one closes it or ends, however it ends. Ctrl-C does
     not reach it. What this process has not asked for yet lies in the pipe, so a fork copies no draw, and in the
-    child of a fork the source refuses to be used.
+    child of a fork the source refuses to be used. Threads take turns: each reads whole draws.
     """
 
     origin: NoiseOrigin = "operating-system"
 
     def __init__(self, sigma: float) -> None:
+        super().__init__()
         self.sigma = sigma
-        self._owner = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-P", exact.__file__, repr(float(sigma)), str(self._owner)],
             stdin=subprocess.DEVNULL,
@@ -221,14 +222,19 @@ class DrawnAhead:
 
     def check(self) -> None:
         """Wait for the first draws, or say why there will be none."""
-        self._check_owner()
-        waiting = select.poll()
-        waiting.register(self._pipe, select.POLLIN)
-        if not waiting.poll()[0][1] & select.POLLIN:  # the other end was closed, and nothing is left
-            raise self._failure()
+        with self._alone():
+            self._check_open()
+            waiting = select.poll()
+            waiting.register(self._pipe, select.POLLIN)
+            if not waiting.poll()[0][1] & select.POLLIN:  # the other end was closed, and nothing is left
+                raise self._failure()
 
     def integers(self, count: int) -> np.ndarray:
-        self._check_owner()
+        with self._alone():
+            self._check_open()
+            return self._read(count)
+
+    def _read(self, count: int) -> np.ndarray:
         content = bytearray()
         try:
             while len(content) < 8 * count:
@@ -251,9 +257,7 @@ class DrawnAhead:
             if stream is not None:
                 stream.close()
 
-    def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise DatalensError("noise drawn ahead belongs to the process that ordered it: no other may use it too")
+    def _check_open(self) -> None:
         if self._process.stdout is None or self._process.stdout.closed:
             raise DatalensError("the noise process was ended: continue with --resume")
 

@@ -12,6 +12,7 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.noise import SecretSource
+from datalens.privacy.owned import Owned
 from datalens.privacy.released import Released
 
 
@@ -22,10 +23,11 @@ def charge_block(ledger: Ledger, event: OneOfManyEvent, noise: SecretSource) -> 
     return Block(event, ledger.charge(event), noise)
 
 
-class Block:
-    """Releases that are paid for. Each takes one."""
+class Block(Owned):
+    """Releases that are paid for. Each takes one, in the process that paid."""
 
     def __init__(self, event: OneOfManyEvent, number: int, noise: SecretSource) -> None:
+        super().__init__()
         self._event = event
         self._number = number
         self._noise = noise
@@ -37,15 +39,16 @@ class Block:
         `ask(teacher)` must answer with what depends on that teacher's share, on what was released and on public
         values alone: not on who was chosen before.
         """
-        if self._left < 1:
-            raise ValueError("this block of releases is used up: charge another")
-        self._left -= 1
-        chosen = self._noise.below(self._event.teachers)
-        row = ask(chosen)
-        event = self._event
-        facts = (row.row_unit, row.queries, None if row.units is None else row.units.tolist())
-        if facts != ("teacher", event.queries, [chosen]) or row.l2_bound > event.l2_bound:
-            raise ValueError("the row is not that of the teacher that was chosen, as it was paid for")
-        total = row.private_total.cpu().numpy().astype(np.float64)
-        value = total + event.sigma * self._noise.standard_normal(total.size).reshape(total.shape)
-        return Released(value=value, event=event, number=self._number)
+        with self._alone():
+            if self._left < 1:
+                raise ValueError("this block of releases is used up: charge another")
+            self._left -= 1
+            chosen = self._noise.below(self._event.teachers)
+            row = ask(chosen)
+            event = self._event
+            facts = (row.row_unit, row.queries, None if row.units is None else row.units.tolist())
+            if facts != ("teacher", event.queries, [chosen]) or row.l2_bound > event.l2_bound:
+                raise ValueError("the row is not that of the teacher that was chosen, as it was paid for")
+            total = row.private_total.cpu().numpy().astype(np.float64)
+            value = total + event.sigma * self._noise.standard_normal(total.size).reshape(total.shape)
+            return Released(value=value, event=event, number=self._number)

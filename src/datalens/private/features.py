@@ -1,7 +1,8 @@
 """Features of images by a frozen, public network: what a private linear head is trained on (DataLens, Appendix A.2.1).
 
 The weights are read and never changed, batch norm uses the statistics it came with, and each record's features follow
-from that record alone. Features of records are as private as records: the cache is for the owner's eyes only.
+from that record alone. Features of records are as private as records: the cache is for the owner's eyes only, and is
+theirs to delete.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
+from datalens import owner_cache
 from datalens.datasets import sources
 from datalens.datasets.fetch import FAILURES, File, Wheel, why
 from datalens.errors import DatalensError
@@ -84,7 +86,7 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
     """float32 [n, size] of uint8 [n, h, w, c]; from the cache, if these images were seen before."""
     key = hashlib.sha256(f"{extractor.sha256} {extractor.side} {images.shape}".encode())
     key.update(np.ascontiguousarray(images).data)
-    path = sources.folder("features") / f"{key.hexdigest()}.npy"
+    path = owner_cache.file(owner_cache.folder("features"), key.hexdigest(), suffix=".npy")
     if path.is_file():
         found = torch.from_numpy(np.load(path, allow_pickle=False)).to(torch.float32)
         if found.shape == (len(images), extractor.size):
@@ -98,11 +100,11 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
             parts.append(network(_prepared(extractor, block)).to(torch.float16).cpu())
             progress.advance(task, len(block))
     features = torch.cat(parts)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         np.lib.format.write_array(file, features.numpy(), allow_pickle=False)
     os.replace(draft, path)
+    say(f"features of {len(images)} records are kept, for the owner only, in {path.parent}: delete it with the data")
     return features.to(torch.float32)
 
 

@@ -1,0 +1,299 @@
+"""Models and collate functions that mix records are found by trial; those that do not are let through."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus import GradSampleModule
+from opacus.layers import DPMultiheadAttention
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (the usual name)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from datalens.bounded.norm_topk import NormTopK
+from datalens.errors import DatalensError
+from datalens.methods.dpsgd import PrivateOptimizer, make_private
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+Three = tuple[GradSampleModule, PrivateOptimizer, DataLoader[Any]]
+X = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)) + 2
+RECORDS = TensorDataset(X, torch.arange(32) % 3)
+
+
+def private(model: nn.Module, records: Dataset[Any] = RECORDS, *, collate: Any = None, **asked: Any) -> Three:
+    facts = {"epsilon": 2.0, "delta": 1e-3, "epochs": 10, "clip": 1.0, "accountant": "rdp-improved", "noise_seed": 0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(records, batch_size=32, collate_fn=collate)
+    return make_private(model, optimizer, loader, **{**facts, **asked})
+
+
+def learn(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+class Net(nn.Module):
+    """A head on what `look` makes of a batch."""
+
+    def __init__(self, look: Callable[[Tensor], Tensor], *, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.look, self.drop, self.head = look, nn.Dropout(dropout), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.look(x)))
+
+
+def blended(x: Tensor) -> Tensor:
+    return 0.9 * x + 0.1 * x[torch.randperm(len(x))]
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(dim=0),
+    "detached mean": lambda x: x - x.detach().mean(dim=0),
+    "spread": lambda x: x / (x.std(dim=0) + 1),
+    "a little": lambda x: x + 0.01 * x.sum(dim=0),
+    "the row before": lambda x: x + 0.1 * x.roll(1, dims=0),
+    "mixup": blended,
+    "attention": lambda x: F.softmax(x @ x.T / 100, dim=1) @ x,
+    "the largest": lambda x: x / x.abs().max(),
+    "ranks": lambda x: x + x.argsort(dim=0),
+    "how many": lambda x: x / len(x),
+    "place": lambda x: x + torch.arange(len(x))[:, None],
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_model_that_mixes_records_is_refused(kind: str, dropout: float) -> None:
+    model = Net(MIXING[kind], dropout=dropout)
+    with pytest.raises(DatalensError, match="the model mixes records") as caught:
+        private(model)
+    assert "\n" not in str(caught.value)
+    model.look = lambda x: x  # and nothing of the attempt is left: the same model may be given again
+    private(model)
+
+
+def test_it_is_tried_in_the_mode_in_which_it_trains() -> None:
+    class OnlyThen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x - x.mean(dim=0) if self.training else x)
+
+    with pytest.raises(DatalensError, match="mixes records"):
+        private(OnlyThen(blended))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_that_is_called_otherwise_is_tried_when_it_is_first_called(named: bool) -> None:
+    """`make_private` can only guess how; with what it is then called, however long the first batches are."""
+
+    class Two(Net):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.head(self.look(x) * scale)
+
+    scale = torch.ones(32, 1)
+    calls: list[Callable[[nn.Module], Tensor]] = [lambda m: m(X, scale=scale), lambda m: m(X, scale)]
+    model, optimizer, _ = private(Two(MIXING["mean"]))
+    model(X[:0], scale[:0])
+    model(X[:1], scale[:1])
+    with pytest.raises(DatalensError, match="mixes records"):
+        calls[named](model)
+    model, optimizer, _ = private(Two(lambda x: x))
+    calls[named](model)
+    assert optimizer._tried
+
+
+def test_what_cannot_be_tried_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Loss(nn.Module):
+        """Returns one number, as models do that are given the labels."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x), y)
+
+    model, _, loader = private(Loss())
+    assert "could not be tried" not in capsys.readouterr().err
+    for _ in range(2):
+        model(*next(iter(loader)))
+    said = capsys.readouterr().err
+    assert said.count("could not be tried whether the model mixes records (no output has one row a record)") == 1
+
+
+def test_randomness_of_ones_own_is_refused() -> None:
+    own = torch.Generator().manual_seed(0)
+    with pytest.raises(DatalensError, match="twice the same"):
+        private(Net(lambda x: x + torch.randn(x.shape, generator=own)))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(9, 8), DPMultiheadAttention(8, 2, batch_first=True)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = self.embed(x)
+        return {"out": self.head(self.drop(self.attend(seen, seen, seen)[0].mean(dim=1)))}
+
+
+def convolutional() -> nn.Module:
+    layers = (nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Dropout2d(0.5), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 3))
+
+
+HONEST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "plain": (lambda: Net(lambda x: x), X),
+    "dropout": (lambda: Net(lambda x: x, dropout=0.5), X),
+    "dropout as a function": (lambda: Net(lambda x: F.dropout(x, 0.5)), X),
+    "noise": (lambda: Net(lambda x: x + torch.randn_like(x)), X),
+    "noise of numpy's": (lambda: Net(lambda x: x + np.random.normal()), X),
+    "noise of Python's": (lambda: Net(lambda x: x * random.random()), X),
+    "a row's own mean": (lambda: Net(lambda x: x - x.mean(dim=1, keepdim=True)), X),
+    "images": (convolutional, torch.rand(32, 1, 8, 8)),
+    "bytes": (lambda: Net(lambda x: x.float() / 255), torch.randint(0, 256, (32, 6), dtype=torch.uint8)),
+    "words": (Attending, torch.randint(0, 9, (32, 5))),
+    "all the same words": (Attending, torch.zeros(32, 5, dtype=torch.int64)),
+    "what it is given is written into": (lambda: Net(lambda x: x.mul_(2)), X.clone()),
+    "not a number": (lambda: Net(lambda x: x.log()), torch.zeros(32, 6) - 1),
+}
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_models_that_mix_nothing_are_let_through(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, x = HONEST[kind]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    before = make()
+    torch.set_rng_state(states[0])
+    made, optimizer, loader = private(before, TensorDataset(x, torch.arange(32) % 3))
+    assert torch.equal(torch.get_rng_state(), states[0])  # as if nothing had been drawn
+    assert random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]  # type: ignore[union-attr]
+    kept = x.clone()
+    batch, y = next(iter(loader))
+    out = made(batch)
+    F.cross_entropy(out["out"] if isinstance(out, dict) else out, y).backward()
+    optimizer.step()
+    assert optimizer.taken == 1 and optimizer._tried and torch.equal(x, kept)
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_records(count: int) -> None:
+    records = TensorDataset(X[:count], torch.arange(count))
+    loader = DataLoader(records, batch_size=1)
+    for look, mixes in ((lambda x: x, False), (MIXING["mean"], count > 1)):
+        model = Net(look)
+        asked: dict[str, Any] = {"epsilon": 2.0, "delta": 1e-3, "epochs": 1, "clip": 1.0, "accountant": "rdp-improved"}
+        if mixes:
+            with pytest.raises(DatalensError, match="mixes records"):
+                make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **asked)
+        else:
+            make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **asked)
+
+
+def test_half_precision_is_let_through_and_mixing_in_it_is_not() -> None:
+    made, optimizer, loader = private(Net(lambda x: x))
+    x, y = next(iter(loader))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.cross_entropy(made(x), y).backward()
+    optimizer.step()
+    made, optimizer, _ = private(Net(lambda x: x))
+    made._module.look = MIXING["mean"]  # type: ignore[assignment]
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(DatalensError, match="mixes records"):
+        made(x)
+
+
+# --- collate functions ----------------------------------------------------------------------------------------------
+
+
+def mixup(draw: Callable[[int], Any], share: Callable[[], float]) -> Callable[[list[Any]], Any]:
+    def mixed_up(items: list[Any]) -> Any:
+        x, y = default_collate(items)
+        order, lam = torch.as_tensor(draw(len(x))), share()
+        return lam * x + (1 - lam) * x[order], y
+
+    return mixed_up
+
+
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {
+    "torch": mixup(torch.randperm, lambda: 0.7),
+    "numpy": mixup(np.random.permutation, lambda: float(np.random.beta(0.4, 0.4))),
+    "Python": mixup(lambda n: random.sample(range(n), n), lambda: random.betavariate(0.4, 0.4)),
+    "the next": mixup(lambda n: torch.arange(n).roll(1), lambda: 0.9),
+    "centred": lambda items: (torch.stack([x for x, _ in items]) - X[: len(items)].mean(), torch.zeros(len(items))),
+    "labels": lambda items: (default_collate(items)[0], default_collate(items)[1].roll(1)),
+    "arrays": lambda items: (np.stack([x.numpy() for x, _ in items]).cumsum(axis=0), np.zeros(len(items))),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATES)
+def test_a_collate_function_that_mixes_records_is_refused(kind: str) -> None:
+    with pytest.raises(DatalensError, match=r"the collate function .* mixes records") as caught:
+        private(Net(lambda x: x), collate=COLLATES[kind])
+    assert "\n" not in str(caught.value)
+
+
+def test_randomness_of_its_own_is_refused_too() -> None:
+    own = np.random.default_rng()
+    with pytest.raises(DatalensError, match="twice the same"):
+        private(Net(lambda x: x), collate=mixup(own.permutation, lambda: 0.7))
+
+
+def test_padding_to_the_longest_is_refused_and_to_a_length_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the longest, one record adds to the rows of all others."""
+    words = [(torch.ones(2 + number % 5), number % 3) for number in range(32)]
+
+    def longest(items: list[Any]) -> Any:
+        return pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+    def six(items: list[Any]) -> Any:
+        return torch.stack([F.pad(x, (0, 6 - len(x))) for x, _ in items]), torch.tensor([y for _, y in items])
+
+    with pytest.raises(DatalensError, match=r"longest mixes records.*pad nothing"):
+        private(Net(lambda x: x), words, collate=longest)  # type: ignore[arg-type]
+    private(Net(lambda x: x), words, collate=six)  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    assert "six mixed no records in a trial; that it never does is yours to keep (docs/dpsgd.md)" in said
+
+
+def test_collate_functions_that_mix_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def noisy(items: list[Any]) -> Any:
+        x, y = default_collate(items)
+        return x + torch.randn_like(x), y
+
+    model, optimizer, loader = private(Net(lambda x: x), collate=noisy)
+    assert "noisy mixed no records in a trial" in capsys.readouterr().err
+    learn(model, optimizer, *next(iter(loader)))
+    private(Net(lambda x: x), collate=lambda items: list(zip(*items, strict=True)))
+    assert "makes batches that are not read here" in capsys.readouterr().err
+    one = TensorDataset(X[:1], torch.zeros(1, dtype=torch.int64))
+    loader = DataLoader(one, batch_size=1, collate_fn=noisy)
+    head = nn.Linear(6, 3)
+    asked: dict[str, Any] = {"epsilon": 2.0, "delta": 1e-3, "epochs": 1, "clip": 1.0, "accountant": "rdp-improved"}
+    make_private(head, torch.optim.SGD(head.parameters(), lr=0.1), loader, **asked)
+    assert "for want of records" in capsys.readouterr().err
+
+
+def test_mixed_rows_move_the_sum_further_than_is_paid_for() -> None:
+    """What the refusals are for: a record with large numbers moves all others' rows as well."""
+    compress = NormTopK(clip=0.1)
+    far = torch.cat([X[:20], 100 * torch.ones(1, 6)])
+    y = torch.arange(21) % 3
+
+    def total(look: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        model = GradSampleModule(Net(look))
+        F.cross_entropy(model(far[:count]), y[:count]).backward()
+        return compress.sum([p.grad_sample for p in model.parameters()]).private_total  # type: ignore[misc]
+
+    def moved(look: Callable[[Tensor], Tensor]) -> float:
+        return float((total(look, 21) - total(look, 20)).norm()) / compress.l2_bound
+
+    assert moved(lambda x: x) <= 1 and moved(MIXING["mean"]) > 4 and moved(MIXING["place"]) <= 1
