@@ -446,3 +446,45 @@ def test_a_records_features_depend_on_nothing_else() -> None:
     assert torch.allclose(together, network.features(images.permute(0, 3, 1, 2) / 255), atol=1e-5)
     compact = compact_network(make_basis("pixel", (1, 28, 28), None), 10)
     assert torch.equal(compact.from_rows(compact.record_features(images)), images.permute(0, 3, 1, 2) / 255)
+
+
+@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+def test_threads_change_no_bit_of_a_row(family: str) -> None:
+    """Chunks run side by side, each in one thread, and come back in order."""
+    before = torch.get_num_threads()
+    images, labels = records()
+    rows = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows.append(train_and_vote(make_teachers(networks()[family], images, labels, chunk=2)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
+def vote_cosine(network: Network) -> float:
+    """Cosine of what trained teachers say of the same images under their own and under another label."""
+    random = np.random.default_rng(1)
+    labels = random.integers(0, CLASSES, 120)
+    images = np.zeros((120, 12, 12, 1), dtype=np.uint8)
+    for i, label in enumerate(labels):  # a bright bar, in a place that its class decides
+        images[i, :, 4 * label : 4 * label + 4] = 200
+    images += random.integers(0, 50, images.shape, dtype=np.uint8)
+    teachers = make_teachers(network, images, labels)
+    for step in range(20):
+        teachers.fit_step(fakes(step), step=step, repeats=2)
+    shown = fakes(20)
+    other = Batch(images=shown.images, labels=(shown.labels + 1) % CLASSES)
+    own, changed = (
+        torch.cat([g.values for g in teachers.image_gradients(batch, step=20)]).flatten(1) for batch in (shown, other)
+    )
+    return float(torch.nn.functional.cosine_similarity(own, changed).mean())
+
+
+def test_a_vote_depends_on_the_label() -> None:
+    """Without the linear part it does not, and a student never learns which class it was asked for."""
+    assert vote_cosine(networks()["compact"]) < 0.9
+    assert vote_cosine(compact_network(make_basis("dct", SHAPE, 20), CLASSES)) > 0.97

@@ -268,9 +268,13 @@ class Teachers:
             torch.set_num_threads(threads)
 
     def _chunk_of(self, bank: _Bank, start: int) -> "_Chunk":
-        """The bank's own memory, from `start` on."""
+        """The bank's own memory, from `start` on.
+
+        By `.data`: else all chunks would share one count of changes, and a thread's backward pass would take the
+        update of another chunk for one of its own.
+        """
         part = slice(start, start + self.chunk)
-        weights, mean, square = ({k: v[part] for k, v in table.items()} for table in bank.tables().values())
+        weights, mean, square = ({k: v.data[part] for k, v in table.items()} for table in bank.tables().values())
         return _Chunk(bank.numbers[part], weights, mean, square)
 
     def _done(self, kept: "_Chunk", work: "Callable[[_Chunk], T]") -> T:
