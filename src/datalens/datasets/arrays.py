@@ -72,16 +72,17 @@ def records_and_classes(
         record_unit=PERSON if by_person else IMAGE,
         note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
     )
-    return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose), values
+    listed = not _numbers_its_own(images)
+    return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose, fixed_positions=listed), values
 
 
 def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, Sequence[Any] | None]:
     """uint8 [n, h, w, c], labels as they came [n], and the names of all classes where the data brings them."""
     names: Sequence[Any] | None = None
-    if hasattr(images, "column_names") and hasattr(images, "features"):
+    if _is_table(images):
         _unless(labels, "a datasets.Dataset has its labels in a column")
         pixels, labels, names = _from_columns(images)
-    elif not _is_array(images) and not isinstance(images, list | tuple) and hasattr(images, "__getitem__"):
+    elif _numbers_its_own(images):
         _unless(labels, "a torch Dataset brings (image, label) pairs")
         pixels, labels = _from_items(images)
         names = getattr(images, "classes", None)
@@ -150,6 +151,20 @@ def _one_kind(kinds: Iterable[str], what: str) -> None:
 def _unless(labels: Any, why: str) -> None:
     if labels is not None:
         raise DatalensError(f"{why}: leave labels out")
+
+
+def _is_table(thing: Any) -> bool:
+    """A Hugging Face data set."""
+    return hasattr(thing, "column_names") and hasattr(thing, "features")
+
+
+def _numbers_its_own(thing: Any) -> bool:
+    """A data set object: it gives records their numbers by a rule of its own, which may follow what they are.
+
+    torchvision's ImageFolder, for one, sorts by class and name.
+    """
+    items = not _is_array(thing) and not isinstance(thing, list | tuple) and hasattr(thing, "__getitem__")
+    return _is_table(thing) or items
 
 
 def _is_array(thing: Any) -> bool:

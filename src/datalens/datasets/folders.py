@@ -29,6 +29,7 @@ class Listed:
     root: Path
     ids: list[str]  # paths under root
     labels: np.ndarray
+    fixed_positions: bool = False  # True where a published list has them, one a line
 
 
 def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
@@ -51,7 +52,7 @@ def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
                 read=read,
             )
 
-    return ImageRecords(schema=schema, encoded=encoded, crop=crop)
+    return ImageRecords(schema=schema, encoded=encoded, crop=crop, fixed_positions=listed.fixed_positions)
 
 
 def celeba(
@@ -68,7 +69,7 @@ def celeba(
     labels = label(_celeba_attributes(folder / CELEBA_ATTRIBUTES, names, columns))
     images = folder / CELEBA_IMAGES
     _check_there(images, [name for name, one in zip(names, labels.tolist(), strict=True) if one >= 0])
-    return _records(Listed(root=images, ids=names, labels=labels), schema, crop)
+    return _records(Listed(root=images, ids=names, labels=labels, fixed_positions=True), schema, crop)
 
 
 def _celeba_attributes(path: Path, names: list[str], columns: Sequence[str]) -> dict[str, np.ndarray]:
@@ -149,7 +150,7 @@ def _places_val(folder: Path, categories: dict[str, int]) -> Listed:
     ids, labels = [name for name, _ in rows], np.array([numbered[number] for _, number in rows], dtype=np.int64)
     root = folder / PLACES_VAL
     _check_there(root, [name for name, one in zip(ids, labels.tolist(), strict=True) if one >= 0])
-    return Listed(root=root, ids=ids, labels=labels)
+    return Listed(root=root, ids=ids, labels=labels, fixed_positions=True)
 
 
 def _places_categories(folder: Path, groups: Sequence[str]) -> dict[str, int]:

@@ -90,6 +90,7 @@ class Found:
     classes: tuple[str, ...]
     classes_from: str  # where they were read off; "" where they were declared
     encoded: Callable[[int], Iterator[Encoded]]  # so many at a time
+    fixed_positions: bool = False  # True only where they come from a list
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,7 +153,12 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRec
     def decoder(data: bytes, name: str) -> np.ndarray:
         return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
 
-    return ImageRecords(schema=schema, encoded=lambda: found.encoded(block_records(schema)), decoder=decoder)
+    return ImageRecords(
+        schema=schema,
+        encoded=lambda: found.encoded(block_records(schema)),
+        decoder=decoder,
+        fixed_positions=found.fixed_positions,
+    )
 
 
 def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:

@@ -38,6 +38,12 @@ class Records(Protocol):
     @property
     def schema(self) -> Schema: ...
 
+    @property
+    def fixed_positions(self) -> bool:
+        """Whether the records are a list: one that is replaced, by whatever record, keeps its position, and so do all
+        others. Not so where records are sorted by what they are, such as the files of a folder."""
+        ...
+
     def blocks(self, choose: Choose) -> Iterator[Block]:
         """All records in their order, block by block. `choose` is asked once about every record."""
         ...
@@ -51,6 +57,7 @@ class Dataset:
     images: np.ndarray
     labels: np.ndarray
     ids: np.ndarray | None = None
+    fixed_positions: bool = True  # an array is a list
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         size = block_records(self.schema)
@@ -139,9 +146,32 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     if not len(images):
         raise DatalensError(f"there is no record of {schema.name} in what was given")
     if order is None:
-        return Dataset(schema=schema, images=images, labels=labels, ids=np.array(ids, object) if ids else None)
+        known = np.array(ids, object) if ids else None
+        return Dataset(
+            schema=schema, images=images, labels=labels, ids=known, fixed_positions=has_fixed_positions(records)
+        )
     as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
-    return Dataset(schema=schema, images=images[as_drawn], labels=labels[as_drawn])
+    return Dataset(
+        schema=schema,
+        images=images[as_drawn],
+        labels=labels[as_drawn],
+        fixed_positions=has_fixed_positions(records),
+    )
+
+
+def has_fixed_positions(records: Records) -> bool:
+    """What the records say of themselves; False for those that say nothing, such as another package's."""
+    return getattr(records, "fixed_positions", False) is True
+
+
+def check_fixed_positions(records: Records) -> None:
+    """Raise unless the records are a list, as shares by position need them to be."""
+    if not has_fixed_positions(records):
+        raise DatalensError(
+            f"{records.schema.name}: under replace-one teachers' shares go by position, which must not depend on what "
+            "a record is, as it does where files are sorted by name: use .npz, idx, one .parquet, a .csv with a line a "
+            "record, or arrays; or leave --relation out"
+        )
 
 
 def _those(which: np.ndarray) -> Choose:
