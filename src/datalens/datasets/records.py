@@ -88,7 +88,16 @@ def id_key(identity: object) -> bytes:
     return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
 
 
-MISSING = ("", "nan", "none", "null", "<na>")  # how a gap in a table is spelled, in small letters
+# How a gap is spelled, by its letters and digits alone: of "NA", "N/A" and "<NA>" these are "na", of "-" and "?" none.
+MISSING = frozenset(
+    (
+        *("", "na", "nan", "nat", "none", "null", "nil", "void", "blank", "empty", "missing", "undefined"),
+        *("unspecified", "notspecified", "notavailable", "notapplicable", "notknown", "notgiven", "noid", "nodata"),
+        *("noname", "tbd", "unknown", "unk", "unbekannt", "inconnu", "desconocido", "sconosciuto"),
+        *("anonymous", "anonymized", "anonymised"),
+    )
+)
+CODES = frozenset(("-1", "-9", "-99", "-999", "-9999"))  # and by numbers
 
 
 def person_key(identity: object, where: str = "a record") -> bytes:
@@ -99,13 +108,17 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     | text | without white space around it, in Unicode's form NFC |
     | whole number | its digits, so that 7 is "7" |
     | none, empty or a gap's spelling; a float (which a column with gaps becomes), or anything else | refused |
+
+    Persons who share any other id are one unit, which is protected as a whole: none of them is by themselves.
     """
     if isinstance(identity, bytes):
         identity = identity.decode(errors="surrogateescape")
     gap = identity is None or type(identity).__name__ in ("NAType", "NaTType")  # pandas', which equal nothing
     gap = gap or (isinstance(identity, float) and math.isnan(identity))
-    if gap or (isinstance(identity, str) and _spelled(identity) in MISSING):
-        raise DatalensError(f"{where} has no id that says whose it is: every record needs one with --record-id")
+    if gap or _is_gap(str(identity)):
+        text = "" if gap else str(identity).strip()[:40]
+        meant = f" ({text!r} is how a gap is spelled)" if text else ""
+        raise DatalensError(f"{where} has no id that says whose it is{meant}: every record needs one with --record-id")
     if type(identity) not in (str, int):
         raise DatalensError(
             f"{where} has an id of kind {type(identity).__name__}: ids of persons are text or whole numbers"
@@ -113,8 +126,9 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     return id_key(unicodedata.normalize("NFC", str(identity)).strip())
 
 
-def _spelled(text: str) -> str:
-    return text.strip().lower()
+def _is_gap(identity: str) -> bool:
+    plain = unicodedata.normalize("NFKC", identity).casefold()
+    return plain.strip() in CODES or "".join(filter(str.isalnum, plain)) in MISSING
 
 
 def content_key(image: np.ndarray) -> bytes:
