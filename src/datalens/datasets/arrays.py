@@ -219,16 +219,41 @@ def _stacked(images: Iterable[Any]) -> np.ndarray:
 def _from_items(items: Any) -> tuple[np.ndarray, list[Any] | None]:
     """(image, label) pairs, or images alone."""
     try:
-        found = [items[number] for number in range(len(items))]
-        paired = [isinstance(item, tuple | list) for item in found]
-        if found and not any(paired):
-            return _stacked(found), None
-        parts = [(image, _plain(label)) for image, label in found]
+        found = [_parts(items[number]) for number in range(len(items))]
+        for number in reversed(range(len(found))):  # in another order: a counter, or a stream, is elsewhere then
+            _check_same(number, found[number], _parts(items[number]))
     except (TypeError, ValueError, KeyError) as error:
         raise DatalensError(
             f"images must be arrays, or a data set of (image, label) pairs with a length ({error})"
         ) from error
-    return _stacked(image for image, _ in parts), [label for _, label in parts]
+    paired = {len(parts) for parts in found}
+    if len(paired) > 1:
+        raise DatalensError("a data set must be of (image, label) pairs or of images alone, not of both")
+    return _stacked(parts[0] for parts in found), [parts[1] for parts in found] if paired == {2} else None
+
+
+def _parts(item: Any) -> tuple[Any, ...]:
+    """The image, copied since it may be a buffer that the next one is written to, and the label if there is one."""
+    if not isinstance(item, tuple | list):
+        return (_one(item).copy(),)
+    image, label = item
+    return _one(image).copy(), _plain(label)
+
+
+def _check_same(number: int, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    """Raise unless a record is the same both times it was read.
+
+    What a random transform makes of a record depends on how many were read before it: with one record fewer, others
+    would be other images.
+    """
+    images = [np.asarray(parts[0]) for parts in (first, second)]
+    same = [image.shape for image in images], [image.dtype for image in images], [image.tobytes() for image in images]
+    whole = images[0].dtype != object  # what is no image at all is refused elsewhere
+    if (whole and not all(a == b for a, b in same)) or not np.array_equal(first[1:], second[1:]):
+        raise DatalensError(
+            f"record {number} of the data set is another when it is read again: leave random transforms out, since "
+            "what they make of a record depends on the other records"
+        )
 
 
 def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
@@ -240,4 +265,9 @@ def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
         raise DatalensError(f"there is no column of images among {', '.join(table.column_names)}: call it image")
     column = None if not labels else list(table[labels[0]])
     names = getattr(table.features[labels[0]], "names", None) if labels else None
-    return _stacked(table[images[0]]), column, names
+    arrays = [_one(image).copy() for image in table[images[0]]]
+    for number, image in enumerate(table[images[0]]):
+        _check_same(number, (arrays[number],), (_one(image),))
+    if column is not None and not np.array_equal(column, list(table[labels[0]])):
+        raise DatalensError("labels of the data set are others when they are read again: leave random transforms out")
+    return _stacked(arrays), column, names
