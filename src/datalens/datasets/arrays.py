@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from datalens.datasets.memory import check_images
-from datalens.datasets.own import ALL, check_classes
+from datalens.datasets.own import ALL, check_classes, check_not_larger
 from datalens.datasets.records import Dataset, record_keys
-from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
+from datalens.datasets.schema import IMAGE, LARGEST_NUMBER, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
 WHERE = Path("images")  # what messages call them
@@ -59,8 +59,8 @@ def records_and_classes(
     if nominal_size is None:
         nominal_size = len(set(record_keys(pixels, whose, by_person=True))) if by_person else len(pixels)
         read_off[:0] = [] if size_is_public else [COUNTED.format(unit)]
-    if type(nominal_size) is not int or nominal_size < 1:
-        raise DatalensError(f"nominal_size must be a whole number of at least 1, not {nominal_size!r}")
+    if type(nominal_size) is not int or not 1 <= nominal_size <= LARGEST_NUMBER:
+        raise DatalensError(f"nominal_size must be a whole number from 1 to {LARGEST_NUMBER}, not {nominal_size!r}")
     _, height, width, channels = pixels.shape
     schema = Schema(
         name=name,
@@ -72,6 +72,7 @@ def records_and_classes(
         record_unit=PERSON if by_person else IMAGE,
         note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
     )
+    check_not_larger(schema)
     listed = not _numbers_its_own(images)
     return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose, fixed_positions=listed), values
 

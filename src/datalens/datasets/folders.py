@@ -11,6 +11,7 @@ import numpy as np
 from datalens.datasets.images import Encoded, ImageRecords
 from datalens.datasets.parquet import Labelling
 from datalens.datasets.records import block_records
+from datalens.datasets.regular import check_regular, read_regular
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
@@ -197,6 +198,7 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def _lines(path: Path) -> list[str]:
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -210,7 +212,7 @@ def _lines(path: Path) -> list[str]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DatalensError(f"{path} cannot be read ({error.strerror})") from None
 

@@ -17,6 +17,7 @@ import numpy as np
 from datalens.datasets.images import Encoded, ImageRecords
 from datalens.datasets.pixels import kind_of, to_pixels
 from datalens.datasets.records import block_records
+from datalens.datasets.regular import read_regular
 from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
@@ -107,7 +108,7 @@ class Files:
 
             def read(i: int, paths: list[str] = paths) -> bytes:
                 try:
-                    return Path(paths[i]).read_bytes()
+                    return read_regular(paths[i])
                 except (OSError, ValueError) as error:
                     why = getattr(error, "strerror", None) or error
                     raise DatalensError(f"{paths[i]} cannot be read ({why}): mend it, or leave it out") from None
@@ -192,6 +193,16 @@ def check_size(size: tuple[int, int]) -> None:
             f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: bring them "
             "to a size of these with --image-size"
         )
+
+
+def check_not_larger(schema: Schema) -> None:
+    """Raise if images that are arrays already, or their classes, are more than can be worked with."""
+    if max(schema.height, schema.width) > LARGEST:
+        raise DatalensError(
+            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: bring them "
+            "to a smaller size (for files, with --image-size)"
+        )
+    check_classes(schema.classes, schema.name)
 
 
 def _first(found: Found) -> tuple[bytes, str]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 READ_OFF = "read off the data, and declared public by the owner"  # how a note begins that says of what this is so
+LARGEST_NUMBER = 2**31 - 1  # of records, or of pixels along a side
 IMAGE, PERSON = "image", "person (all images with the same record id)"  # what is protected as a whole
 
 
@@ -55,7 +56,7 @@ class Schema:
         schema = cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
         for name in ("height", "width", "channels", "nominal_size"):
             value = getattr(schema, name)
-            if type(value) is not int or not 0 <= value < 2**31:
+            if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
                 raise ValueError(f"{name} cannot be {str(value)[:40]!r}")
         texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
         if not all(isinstance(text, str) for text in texts) or not schema.classes:

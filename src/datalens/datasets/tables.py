@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from datalens.datasets.own import ALL, NONE, TEST, Files, Found, Reading, check_classes, numbered
 from datalens.datasets.parquet import encoded_rows, is_one_table
+from datalens.datasets.regular import check_regular
 from datalens.errors import DatalensError
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
@@ -55,6 +56,7 @@ def _members(path: Path, rows: list[dict[str, str]], split: str, *, there: bool)
 
 
 def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    check_regular(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -80,6 +82,8 @@ def _label(columns: Sequence[str], reading: Reading) -> str | None:
 def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     """A file, or a folder of train*.parquet and test*.parquet (or of files that are all for training)."""
     files = _parquet_files(path, split)
+    for file in files:
+        check_regular(file)
     schema = _parquet_schema(files[0])
     label = _label([name.lower() for name in schema.names], reading)
     label = None if label is None else label.lower()
