@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from datalens import spending
+from datalens import DataLens, spending
 from datalens.config import TrainOptions, options_as_dict
 from datalens.datasets import formats, regular
 from datalens.datasets.arrays import from_arrays
@@ -174,3 +175,83 @@ def test_the_largest_epsilon_works(tmp_path: Path) -> None:
     check_epsilon(float("inf"))
     facts = train(TrainOptions(out=tmp_path / "run", **DIGITS | {"epsilon": 1e6}))
     assert facts["steps"] == 4
+
+
+# --- names that are not UTF-8 -----------------------------------------------------------------------------------------
+
+LATIN = os.fsdecode(b"caf\xe9")  # what Python makes of a name in Latin-1
+
+
+def a_folder_of_classes(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        for i in range(30):
+            Image.fromarray(np.full((8, 8), 8 * i, np.uint8)).save(root / name / f"{i}.png")
+    return root
+
+
+def from_a_folder(root: Path, budget: Path, name: str) -> None:
+    folder = a_folder_of_classes(root / "scans", "a", name)
+    asked = DIGITS | {"data": str(folder), "nominal_size": 60, "epsilon": 10.0}
+    train(TrainOptions(out=root / "run", budget=budget, **asked))
+
+
+def from_the_command_line(root: Path, budget: Path, name: str) -> None:
+    folder = a_folder_of_classes(root / "scans", "a")
+    asked = DIGITS | {"data": str(folder), "nominal_size": 60, "epsilon": 10.0, "classes": f"a,{name}"}
+    train(TrainOptions(out=root / "run", budget=budget, **asked))
+
+
+def from_a_path(root: Path, budget: Path, name: str) -> None:
+    folder = a_folder_of_classes(root / name, "a")
+    asked = DIGITS | {"data": str(folder), "nominal_size": 60, "epsilon": 10.0}
+    train(TrainOptions(out=root / "run", budget=budget, **asked))
+
+
+def from_an_npz(root: Path, budget: Path, name: str) -> None:
+    images, labels = np.zeros((60, 8, 8), np.uint8), np.arange(60) % 2
+    np.savez(root / "x.npz", images=images, labels=labels, classes=np.array(["a", name]))
+    asked = DIGITS | {"data": str(root / "x.npz"), "nominal_size": 60, "epsilon": 10.0}
+    train(TrainOptions(out=root / "run", budget=budget, **asked))
+
+
+def from_python(root: Path, budget: Path, name: str) -> None:
+    images, labels = np.zeros((60, 8, 8), np.uint8), np.arange(60) % 2
+    options = {"texture": 0, "coordinates": 8}
+    model = DataLens(
+        epsilon=10.0, nominal_size=60, classes=["a", name], out=root / "run", budget=budget, options=options
+    )
+    model.fit(images, labels)
+
+
+def from_sgd(root: Path, budget: Path, name: str) -> None:
+    folder = a_folder_of_classes(root / "scans", "a", name)
+    train_sgd(SgdOptions(data=str(folder), nominal_size=60, out=root / "run", budget=budget))
+
+
+@pytest.mark.parametrize(
+    "begin", [from_a_folder, from_the_command_line, from_a_path, from_an_npz, from_python, from_sgd]
+)
+def test_a_name_that_is_not_utf8_is_found_before_anything_is_charged(
+    tmp_path: Path, data_budget: Path, begin: Callable[[Path, Path, str], None]
+) -> None:
+    with pytest.raises(DatalensError, match=r"caf\\udce9' is not UTF-8 text: rename it"):
+        begin(tmp_path, data_budget, LATIN)
+    assert reserved(data_budget) == 0 and not (tmp_path / "run").exists()
+
+
+def test_an_edited_schema_with_such_a_name_is_damaged() -> None:
+    fields = formats.schema("digits").as_dict()
+    with pytest.raises(ValueError, match="not UTF-8"):
+        spending.Schema.from_dict({**fields, "classes": ["a", "\ud800"]})
+
+
+def test_any_utf8_name_will_do(tmp_path: Path, data_budget: Path) -> None:
+    from_a_folder(tmp_path, data_budget, "caf\u00e9 \U0001f600")
+    assert (tmp_path / "run" / "release" / "certificate.json").is_file()
+
+
+def test_files_below_a_class_may_have_any_name(tmp_path: Path) -> None:
+    folder = a_folder_of_classes(tmp_path / "scans", "a")
+    os.rename(folder / "a" / "0.png", folder / "a" / f"{LATIN}.png")
+    assert len(collect(formats.open_records(str(folder), nominal_size=30)).images) == 30
