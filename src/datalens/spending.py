@@ -114,12 +114,8 @@ def _alone_beginning(out: Path) -> Iterator[None]:
     """One process at a time begins a run in `out`: a second one waits, and finds the place taken before it reserves."""
     check_vacant(out)
     path = out.with_name(f".{out.name}.begin")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path)
-    except OSError as error:
-        raise DatalensError(f"{out} cannot be created ({error.strerror}): choose another --out") from None
-    with lock:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
         try:
             yield
         finally:
