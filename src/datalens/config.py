@@ -104,7 +104,7 @@ class TrainOptions:
     resume: bool = False
     """Continue the run in --out after an interruption."""
     relation: Literal["add-remove", "replace-one"] = "add-remove"
-    """Neighbouring data sets: one record present or absent, or one record replaced."""
+    """Neighbouring data sets: one record present or absent, or one record of a list replaced."""
     accountant: Annotated[
         Literal["exact", "rdp", "rdp-improved", "pld"] | None,
         arg(help_behavior_hint="(default: exact; for datalens-paper: rdp; for what samples records: rdp-improved)"),

@@ -12,7 +12,7 @@ from datalens.plugins import compressor, mechanism, named
 from datalens.presets import HIDDEN, PRESETS, preset
 from datalens.privacy.calibration import calibrate_sigma, calibrate_steps
 from datalens.privacy.events import MOST_NOISE
-from datalens.privacy.ledger import Budget
+from datalens.privacy.ledger import Budget, check_epsilon
 from datalens.privacy.noise import opendp_installed
 from datalens.settings import (
     COMPRESSORS,
@@ -98,6 +98,7 @@ def _budget(options: TrainOptions) -> Budget:
     default_accountant = "rdp" if options.method == "datalens-paper" else "exact"
     if is_peer(options.method):
         default_accountant = method_named(options.method).accountant
+    check_epsilon(options.epsilon)
     budget = Budget(
         epsilon=options.epsilon,
         delta=options.delta,

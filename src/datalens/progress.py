@@ -1,5 +1,6 @@
 """Progress bars and messages for people, always on stderr."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,12 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 def say(message: str) -> None:
     """One line to the person at the terminal."""
     console.print(message, markup=False)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """The same, where one process comes to it several times."""
+    say(message)
 
 
 def counted(number: int, thing: str) -> str:

@@ -20,7 +20,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -108,12 +108,12 @@ class Run:
         schema: Schema,
         data_sha256: str,
         launch: str | None = None,
-        data_budget: dict[str, str] | None = None,
+        data_budget: "Callable[[], dict[str, str] | None] | None" = None,
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched.
 
-        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget`: where this run is set
-        aside (see `spending.reserve`).
+        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget` sets this run aside (see
+        `spending.begin`): asked last, when all else that can fail has not.
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +121,8 @@ class Run:
         try:
             for folder in (draft, draft / "checkpoints", draft / "journal"):
                 folder.mkdir(mode=0o700)
+            Ledger.create(draft / "ledger.jsonl", budget).close()
+            kept = None if data_budget is None else data_budget()
             config = {
                 "version": 1,
                 "options": options,
@@ -128,10 +130,9 @@ class Run:
                 "schema": schema.as_dict(),
                 "data_sha256": data_sha256,  # of the records: private, like all of this file
                 "launch": launch,
-                **({} if data_budget is None else {"data_budget": data_budget}),
+                **({} if kept is None else {"data_budget": kept}),
             }
             write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
-            Ledger.create(draft / "ledger.jsonl", budget).close()
             for file in (draft / "config.json", draft / "ledger.jsonl"):
                 file.chmod(0o600)  # the ledger's copy in release/ is the one to hand on
             os.replace(draft, path)

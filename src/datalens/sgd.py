@@ -28,7 +28,7 @@ from datalens.progress import say
 from datalens.runs import Run, check_vacant, write_atomically
 from datalens.settings import SgdSettings
 from datalens.sgd_plan import SgdOptions, as_begun, plan, schedule_of
-from datalens.spending import check_room, go_on, reserve
+from datalens.spending import begin, check_room, go_on
 
 if TYPE_CHECKING:
     import torch
@@ -67,14 +67,14 @@ def train(options: SgdOptions) -> dict[str, Any]:
     else:
         if schema.read_off:
             say(f"{schema.name}: {schema.note} (docs/data.md)")
-        run = Run.create(
+        run = begin(
+            options,
             options.out,
             options=options.as_dict(),
             settings=settings,
             budget=budget,
             schema=schema,
             data_sha256=data.sha256,
-            data_budget=reserve(options, settings, schema, budget),
         )
     try:
         if run.config["data_sha256"] != data.sha256:

@@ -12,7 +12,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.presets import sgd_usual
 from datalens.privacy.accountant import AccountantName
-from datalens.privacy.ledger import Budget, read_ledger
+from datalens.privacy.ledger import Budget, check_epsilon, read_ledger
 from datalens.runs import read_config
 from datalens.settings import SgdSettings
 
@@ -76,6 +76,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     schema = formats.schema(
         options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
     )
+    check_epsilon(options.epsilon)
     budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)

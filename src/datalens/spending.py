@@ -1,11 +1,13 @@
 """What a run will charge, from its settings alone, and its place in the data set's own budget (`privacy/budget.py`)."""
 
 import contextlib
+import fcntl
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
@@ -16,8 +18,8 @@ from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import counted, say
-from datalens.runs import read_config, write_atomically
-from datalens.settings import AnySettings, MomentSettings, SgdSettings
+from datalens.runs import Run, check_vacant, read_config, write_atomically
+from datalens.settings import AnySettings, MomentSettings, SgdSettings, parse_settings
 
 
 def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
@@ -84,6 +86,50 @@ def reserve(options: Asked, settings: AnySettings, schema: Schema, budget: Budge
         if len(data.reservations) > 1 and not may_follow(data.charges):
             say(f"note: {DECIDED}")
     return {"folder": str(folder.absolute()), "run": run}
+
+
+def begin(asked: Asked, out: Path, *, settings: AnySettings, schema: Schema, budget: Budget, **facts: Any) -> Run:
+    """Create a run in `out`, with its reservation. What can be refused is refused before anything is set aside.
+
+    `facts`: the other arguments of `Run.create`.
+    """
+    try:  # what would be written must be readable again
+        Schema.from_dict(json.loads(json.dumps(schema.as_dict())))
+        parse_settings(json.loads(json.dumps(settings.as_dict())))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DatalensError(f"this run could not be opened again ({error}), and nothing was set aside for it") from None
+    with _alone_beginning(out):
+        return Run.create(
+            out,
+            settings=settings,
+            schema=schema,
+            budget=budget,
+            data_budget=lambda: reserve(asked, settings, schema, budget),
+            **facts,
+        )
+
+
+@contextlib.contextmanager
+def _alone_beginning(out: Path) -> Iterator[None]:
+    """One process at a time begins a run in `out`: a second one waits, and finds the place taken before it reserves."""
+    check_vacant(out)
+    path = out.with_name(f".{out.name}.begin")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, open and locked; made anew where the process that had it before has removed it."""
+    while True:
+        lock = open(path, "ab")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return lock
+        lock.close()
 
 
 def _facts(options: Asked, settings: AnySettings, schema: Schema) -> dict[str, Any]:

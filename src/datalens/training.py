@@ -24,7 +24,7 @@ from datalens.private.partition import check_enough
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, read_config
 from datalens.settings import MomentSettings, Settings, TrainSettings
-from datalens.spending import check_room, go_on, reserve
+from datalens.spending import begin, check_room, go_on
 
 if TYPE_CHECKING:
     import torch
@@ -314,7 +314,8 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
     assert job.budget is not None
     if job.schema.read_off:
         say(f"{job.schema.name}: {job.schema.note} (docs/data.md)")
-    return Run.create(
+    return begin(
+        options,
         options.out,
         options=job.options,
         settings=job.settings,
@@ -322,7 +323,6 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
         schema=job.schema,
         data_sha256=f"{data.fingerprint:064x}",
         launch=launch(),
-        data_budget=reserve(options, job.settings, job.schema, job.budget),
     )
 
 

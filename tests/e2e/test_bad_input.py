@@ -240,7 +240,7 @@ FILES = {
     "pickle": (saved(labels=np.array([{}] * 60, dtype=object)), "not a readable .npz"),
     "text": (lambda path: path.write_text("hello"), "not a readable .npz"),
     "empty": (lambda path: path.write_bytes(b""), "not a readable .npz"),
-    "folder": (Path.mkdir, "not a readable .npz"),
+    "folder": (Path.mkdir, "is a folder, not a file"),
     "truncated": (truncated, "not a readable .npz"),
     "damaged": (damaged, "not a readable .npz"),
     "missing": (lambda path: None, "does not exist"),

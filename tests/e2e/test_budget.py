@@ -102,13 +102,11 @@ def test_resume_does_not_reserve_twice(
 def test_a_crash_between_reserving_and_beginning_stays_charged(
     datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datalens.runs import Run
-
     def crash(*_: object, **__: object) -> None:
         raise RuntimeError("kill -9")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "create", crash)
+        patch.setattr("datalens.runs.write_atomically", crash)  # of config.json, right after reserving
         with pytest.raises(RuntimeError, match="kill -9"):
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()

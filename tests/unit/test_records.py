@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from datalens.datasets import records
+from datalens.datasets.arrays import from_arrays
 from datalens.datasets.records import Block, Choose, Dataset, Records, collect, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
@@ -96,3 +97,116 @@ def test_nothing_to_collect_is_an_error() -> None:
     for most in (None, 5):
         with pytest.raises(DatalensError, match="no record of s"):
             collect(Nothing(), most=most)
+
+
+# --- data sets that are read item by item -----------------------------------------------------------------------------
+
+
+class Items:
+    """A data set of (image, label) pairs with a transform."""
+
+    def __init__(self, images, transform, labels=None):
+        self.images, self.transform = images, transform
+        self.labels = np.zeros(len(images), int) if labels is None else labels
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, number):
+        return self.transform(self.images[number]), int(self.labels[number])
+
+
+class Alone(Items):
+    """The same without labels."""
+
+    def __getitem__(self, number):
+        return self.transform(self.images[number])
+
+
+class Columns:
+    """As a Hugging Face data set with a transform has them."""
+
+    column_names = ("image", "label")
+    features = {"image": object(), "label": object()}  # noqa: RUF012
+
+    def __init__(self, images, transform):
+        self.images, self.transform = images, transform
+
+    def __getitem__(self, name):
+        return [self.transform(image) for image in self.images] if name == "image" else [0] * len(self.images)
+
+
+def shifted_by_a_stream(seed=0):
+    random = np.random.default_rng(seed)
+    return lambda image: np.roll(image, random.integers(1, 8), axis=0)
+
+
+def shifted_by_a_counter():
+    """No randomness at all: which of seven shifts a record gets is how many were read before it."""
+    read = 0
+
+    def transform(image):
+        nonlocal read
+        read += 1
+        return np.roll(image, read % 7, axis=0)
+
+    return transform
+
+
+def into_one_buffer():
+    """Every item is the same array, written anew: what was read first must have been copied."""
+    buffer, random = np.zeros((8, 8), np.uint8), np.random.default_rng(0)
+
+    def transform(image):
+        buffer[:] = np.roll(image, random.integers(1, 8), axis=0)
+        return buffer
+
+    return transform
+
+
+RANDOM = {"stream": shifted_by_a_stream, "counter": shifted_by_a_counter, "buffer": into_one_buffer}
+PICTURES = np.random.default_rng(2).integers(0, 256, (200, 8, 8), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", [Items, Alone, Columns])
+@pytest.mark.parametrize("transform", RANDOM.values(), ids=RANDOM.keys())
+def test_a_data_set_that_changes_as_it_is_read_is_refused(kind, transform):
+    with pytest.raises(DatalensError, match="is another when it is read again: leave random transforms out"):
+        from_arrays(kind(PICTURES, transform()), nominal_size=200)
+
+
+@pytest.mark.parametrize("kind", [Items, Alone, Columns])
+def test_one_that_does_not_change_is_read(kind):
+    found = from_arrays(kind(PICTURES, lambda image: np.roll(image, 3, axis=0)), nominal_size=200)
+    assert np.array_equal(found.images[..., 0], np.roll(PICTURES, 3, axis=1))
+
+
+def test_labels_that_change_are_refused():
+    random = np.random.default_rng(0)
+
+    class Relabelled(Items):
+        def __getitem__(self, number):
+            return self.images[number], int(random.integers(10**6))
+
+    with pytest.raises(DatalensError, match="is another when it is read again"):
+        from_arrays(Relabelled(PICTURES, None), nominal_size=200)
+
+
+def test_why_they_are_refused():
+    """Read once, as it came, most other records change when the first one goes."""
+
+    def read_once(images):
+        items = Items(images, shifted_by_a_stream())
+        return [items[number][0] for number in range(len(items))]
+
+    there, gone = read_once(PICTURES)[1:], read_once(PICTURES[1:])
+    assert sum(not np.array_equal(a, b) for a, b in zip(there, gone, strict=True)) > 90
+
+
+def test_pairs_beside_images_alone_are_refused():
+    class Mixed(Items):
+        def __getitem__(self, number):
+            return super().__getitem__(number) if number else self.images[number]
+
+    with pytest.raises(DatalensError, match="not of both"):
+        from_arrays(Mixed(PICTURES, lambda image: image), nominal_size=200)

@@ -190,6 +190,7 @@ def test_broken_twin_shares_by_position() -> None:
 def test_an_empty_share_reads_zeros_and_says_so(spill: Callable[[int], None]) -> None:
     class NotThree:
         teachers = TEACHERS
+        by_position = True
 
         def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
             return np.where(index % TEACHERS == 3, 4, index % TEACHERS)

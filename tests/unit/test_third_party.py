@@ -63,6 +63,62 @@ def test_a_row_is_its_own_teachers() -> None:
     assert changed.tolist() == [False, False, False, True, False, False, False]
 
 
+class Mixes(torch.autograd.Function):
+    """Whose vmap rule, which is handed all that are mapped over at once, gives each the sum of all."""
+
+    @staticmethod
+    def forward(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign().to(torch.int8)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return gradients.sum(dim=0, keepdim=True).sign().to(torch.int8).expand(gradients.shape), 0
+
+
+def mixing(gradient: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    return Mixes.apply(gradient)
+
+
+def how_far(rows_of: Callable[[torch.Tensor], torch.Tensor], teachers: int = 101) -> float:
+    """How far the sum of rows moves when one teacher's gradient changes, by the diameter that is charged."""
+    bound = 10**0.5  # two images of five signs
+    values = torch.ones(teachers, 2, 5) * (-1.0) ** torch.arange(teachers).view(-1, 1, 1)  # 51 up, 50 down
+    other = values.clone()
+    other[0] = -2 * other[0]
+    moved = rows_of(other).double().sum(dim=0) - rows_of(values).double().sum(dim=0)
+    return float(moved.norm()) / (2 * bound)
+
+
+def test_a_vmap_rule_of_its_own_sees_one_teacher() -> None:
+    """The broken twin maps it over all at once: every row turns with one teacher."""
+    ours = per_teacher(mixing, l2_bound=10**0.5)
+    assert how_far(lambda values: ours(gradients(values)).rows) <= 1
+    assert how_far(lambda values: torch.vmap(mixing)(values, torch.zeros_like(values))) > 50
+    rows = ours(gradients(VALUES)).rows
+    other = VALUES.clone()
+    other[3] = -other[3]
+    changed = (ours(gradients(other)).rows != rows).flatten(1).any(dim=1)
+    assert changed.tolist() == [False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_plug_in_that_keeps_state_is_refused(whole: bool) -> None:
+    calls = 0
+
+    def counting(gradient: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.full_like(gradient, calls).to(torch.int8 if whole else torch.float32)
+
+    with pytest.raises(DatalensError, match="must keep no state"):
+        per_teacher(counting, whole_numbers=whole)(gradients(VALUES))
+    assert per_teacher(lambda g, u: g, whole_numbers=False)(gradients(VALUES)).rows.shape == VALUES.shape
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [

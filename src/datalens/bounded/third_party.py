@@ -16,8 +16,10 @@ from datalens.errors import DatalensError
 class PerTeacher:
     """`row` is mapped over the teachers: it has one teacher's gradient and uniforms, [m, d] each; returns [m, cells].
 
-    That a row depends on its own teacher alone follows from the mapping, not from good will; only two rows at most
-    twice the bound apart are assumed; and `sum_bounded` enforces the bound.
+    It is called for one teacher at a time: mapped over many at once, an operator with a `vmap` rule of its own would
+    be handed all of their gradients. So a row depends on its own teacher alone, unless `row` keeps something between
+    calls; the first row is made again after the last, and refused if it has changed. Only two rows at most twice the
+    bound apart are assumed; and `sum_bounded` enforces the bound.
     """
 
     row: Callable[[Tensor, Tensor], Tensor]
@@ -34,8 +36,11 @@ class PerTeacher:
         values = gradients.values  # [teachers, m, d]
         count = values[0].numel()
         uniform = streams.uniform(self.seed, "plug-in", gradients.step, teachers=gradients.teachers, count=count)
+        uniform = uniform.view(values.shape)
+        mapped = torch.vmap(self.row, randomness="error", chunk_size=1)
         try:
-            rows = torch.vmap(self.row, randomness="error")(values, uniform.view(values.shape))
+            rows = mapped(values, uniform)
+            again = mapped(values[:1], uniform[:1])
         except Exception as error:  # whatever somebody else's code does
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DatalensError(f"--compress: the plug-in cannot be mapped over teachers ({reason})") from error
@@ -47,6 +52,8 @@ class PerTeacher:
             raise DatalensError(
                 "--compress: the plug-in said whole numbers, and brings others: return an integer tensor"
             )
+        if not _same(rows[:1], again, self.l2_bound):
+            raise DatalensError("--compress: the plug-in's row is another when it is made again: it must keep no state")
         return Contributions(
             rows=rows if self.whole_numbers else rows.to(torch.float64),
             l2_bound=self.l2_bound,
@@ -54,3 +61,10 @@ class PerTeacher:
             row_unit="teacher",
             units=gradients.teachers,
         )
+
+
+def _same(rows: Tensor, again: Tensor, bound: float) -> bool:
+    """Up to the rounding that a GPU may add up in another order."""
+    if rows.shape != again.shape or not rows.is_floating_point():
+        return torch.equal(rows, again)
+    return torch.allclose(rows, again, rtol=1e-5, atol=1e-6 * bound, equal_nan=True)

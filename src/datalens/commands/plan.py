@@ -52,6 +52,7 @@ class Plan:
     def __call__(self) -> int:
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
+        from datalens.datasets.records import check_fixed_positions
         from datalens.guidance import costs, expect, suggestion, warnings
         from datalens.peers.settings import PeerSettings
         from datalens.plan import make_plan
@@ -62,6 +63,8 @@ class Plan:
         schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
         looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
+        if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
+            check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
         parts = costs(settings, schema, budget)
         expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
         if isinstance(settings, PeerSettings):

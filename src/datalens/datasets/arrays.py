@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from datalens.datasets.memory import check_images
-from datalens.datasets.own import ALL, check_classes
+from datalens.datasets.own import ALL, check_classes, check_not_larger
 from datalens.datasets.records import Dataset, record_keys
-from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
+from datalens.datasets.schema import IMAGE, LARGEST_NUMBER, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
 WHERE = Path("images")  # what messages call them
@@ -59,8 +59,8 @@ def records_and_classes(
     if nominal_size is None:
         nominal_size = len(set(record_keys(pixels, whose, by_person=True))) if by_person else len(pixels)
         read_off[:0] = [] if size_is_public else [COUNTED.format(unit)]
-    if type(nominal_size) is not int or nominal_size < 1:
-        raise DatalensError(f"nominal_size must be a whole number of at least 1, not {nominal_size!r}")
+    if type(nominal_size) is not int or not 1 <= nominal_size <= LARGEST_NUMBER:
+        raise DatalensError(f"nominal_size must be a whole number from 1 to {LARGEST_NUMBER}, not {nominal_size!r}")
     _, height, width, channels = pixels.shape
     schema = Schema(
         name=name,
@@ -72,16 +72,18 @@ def records_and_classes(
         record_unit=PERSON if by_person else IMAGE,
         note=f"{READ_OFF}: {' and '.join(read_off)}" if read_off else "",
     )
-    return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose), values
+    check_not_larger(schema)
+    listed = not _numbers_its_own(images)
+    return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose, fixed_positions=listed), values
 
 
 def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, Sequence[Any] | None]:
     """uint8 [n, h, w, c], labels as they came [n], and the names of all classes where the data brings them."""
     names: Sequence[Any] | None = None
-    if hasattr(images, "column_names") and hasattr(images, "features"):
+    if _is_table(images):
         _unless(labels, "a datasets.Dataset has its labels in a column")
         pixels, labels, names = _from_columns(images)
-    elif not _is_array(images) and not isinstance(images, list | tuple) and hasattr(images, "__getitem__"):
+    elif _numbers_its_own(images):
         _unless(labels, "a torch Dataset brings (image, label) pairs")
         pixels, labels = _from_items(images)
         names = getattr(images, "classes", None)
@@ -152,6 +154,20 @@ def _unless(labels: Any, why: str) -> None:
         raise DatalensError(f"{why}: leave labels out")
 
 
+def _is_table(thing: Any) -> bool:
+    """A Hugging Face data set."""
+    return hasattr(thing, "column_names") and hasattr(thing, "features")
+
+
+def _numbers_its_own(thing: Any) -> bool:
+    """A data set object: it gives records their numbers by a rule of its own, which may follow what they are.
+
+    torchvision's ImageFolder, for one, sorts by class and name.
+    """
+    items = not _is_array(thing) and not isinstance(thing, list | tuple) and hasattr(thing, "__getitem__")
+    return _is_table(thing) or items
+
+
 def _is_array(thing: Any) -> bool:
     return isinstance(thing, np.ndarray) or _is_tensor(thing) or hasattr(thing, "__array_interface__")
 
@@ -204,16 +220,41 @@ def _stacked(images: Iterable[Any]) -> np.ndarray:
 def _from_items(items: Any) -> tuple[np.ndarray, list[Any] | None]:
     """(image, label) pairs, or images alone."""
     try:
-        found = [items[number] for number in range(len(items))]
-        paired = [isinstance(item, tuple | list) for item in found]
-        if found and not any(paired):
-            return _stacked(found), None
-        parts = [(image, _plain(label)) for image, label in found]
+        found = [_parts(items[number]) for number in range(len(items))]
+        for number in reversed(range(len(found))):  # in another order: a counter, or a stream, is elsewhere then
+            _check_same(number, found[number], _parts(items[number]))
     except (TypeError, ValueError, KeyError) as error:
         raise DatalensError(
             f"images must be arrays, or a data set of (image, label) pairs with a length ({error})"
         ) from error
-    return _stacked(image for image, _ in parts), [label for _, label in parts]
+    paired = {len(parts) for parts in found}
+    if len(paired) > 1:
+        raise DatalensError("a data set must be of (image, label) pairs or of images alone, not of both")
+    return _stacked(parts[0] for parts in found), [parts[1] for parts in found] if paired == {2} else None
+
+
+def _parts(item: Any) -> tuple[Any, ...]:
+    """The image, copied since it may be a buffer that the next one is written to, and the label if there is one."""
+    if not isinstance(item, tuple | list):
+        return (_one(item).copy(),)
+    image, label = item
+    return _one(image).copy(), _plain(label)
+
+
+def _check_same(number: int, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    """Raise unless a record is the same both times it was read.
+
+    What a random transform makes of a record depends on how many were read before it: with one record fewer, others
+    would be other images.
+    """
+    images = [np.asarray(parts[0]) for parts in (first, second)]
+    same = [image.shape for image in images], [image.dtype for image in images], [image.tobytes() for image in images]
+    whole = images[0].dtype != object  # what is no image at all is refused elsewhere
+    if (whole and not all(a == b for a, b in same)) or not np.array_equal(first[1:], second[1:]):
+        raise DatalensError(
+            f"record {number} of the data set is another when it is read again: leave random transforms out, since "
+            "what they make of a record depends on the other records"
+        )
 
 
 def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
@@ -225,4 +266,9 @@ def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
         raise DatalensError(f"there is no column of images among {', '.join(table.column_names)}: call it image")
     column = None if not labels else list(table[labels[0]])
     names = getattr(table.features[labels[0]], "names", None) if labels else None
-    return _stacked(table[images[0]]), column, names
+    arrays = [_one(image).copy() for image in table[images[0]]]
+    for number, image in enumerate(table[images[0]]):
+        _check_same(number, (arrays[number],), (_one(image),))
+    if column is not None and not np.array_equal(column, list(table[labels[0]])):
+        raise DatalensError("labels of the data set are others when they are read again: leave random transforms out")
+    return _stacked(arrays), column, names

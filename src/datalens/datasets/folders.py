@@ -11,6 +11,7 @@ import numpy as np
 from datalens.datasets.images import Encoded, ImageRecords
 from datalens.datasets.parquet import Labelling
 from datalens.datasets.records import block_records
+from datalens.datasets.regular import check_regular, read_regular
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 
@@ -29,6 +30,7 @@ class Listed:
     root: Path
     ids: list[str]  # paths under root
     labels: np.ndarray
+    fixed_positions: bool = False  # True where a published list has them, one a line
 
 
 def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
@@ -51,7 +53,7 @@ def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
                 read=read,
             )
 
-    return ImageRecords(schema=schema, encoded=encoded, crop=crop)
+    return ImageRecords(schema=schema, encoded=encoded, crop=crop, fixed_positions=listed.fixed_positions)
 
 
 def celeba(
@@ -68,7 +70,7 @@ def celeba(
     labels = label(_celeba_attributes(folder / CELEBA_ATTRIBUTES, names, columns))
     images = folder / CELEBA_IMAGES
     _check_there(images, [name for name, one in zip(names, labels.tolist(), strict=True) if one >= 0])
-    return _records(Listed(root=images, ids=names, labels=labels), schema, crop)
+    return _records(Listed(root=images, ids=names, labels=labels, fixed_positions=True), schema, crop)
 
 
 def _celeba_attributes(path: Path, names: list[str], columns: Sequence[str]) -> dict[str, np.ndarray]:
@@ -149,7 +151,7 @@ def _places_val(folder: Path, categories: dict[str, int]) -> Listed:
     ids, labels = [name for name, _ in rows], np.array([numbered[number] for _, number in rows], dtype=np.int64)
     root = folder / PLACES_VAL
     _check_there(root, [name for name, one in zip(ids, labels.tolist(), strict=True) if one >= 0])
-    return Listed(root=root, ids=ids, labels=labels)
+    return Listed(root=root, ids=ids, labels=labels, fixed_positions=True)
 
 
 def _places_categories(folder: Path, groups: Sequence[str]) -> dict[str, int]:
@@ -196,6 +198,7 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def _lines(path: Path) -> list[str]:
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -209,7 +212,7 @@ def _lines(path: Path) -> list[str]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DatalensError(f"{path} cannot be read ({error.strerror})") from None
 

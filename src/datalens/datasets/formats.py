@@ -8,9 +8,9 @@ from datalens.datasets import idx_files, npz, sources
 from datalens.datasets.arrays import from_arrays as from_arrays
 from datalens.datasets.imagefolder import FOLDER, PREFIX, image_folder
 from datalens.datasets.memory import shaped
-from datalens.datasets.own import NONE, Found, Reading, records_of
+from datalens.datasets.own import NONE, Found, Reading, check_not_larger, records_of
 from datalens.datasets.records import Dataset, Records, collect
-from datalens.datasets.schema import Schema
+from datalens.datasets.schema import LARGEST_NUMBER, Schema
 from datalens.errors import DatalensError
 
 NOTHING_SAID = Reading()
@@ -85,8 +85,8 @@ def schema(
 
 def _check(data: str, nominal_size: int | None, folder: Path | str | None, reading: Reading) -> None:
     own = is_own(data)
-    if nominal_size is not None and nominal_size < 1:
-        raise DatalensError(f"--nominal-size must be at least 1, not {nominal_size}")
+    if nominal_size is not None and not 1 <= nominal_size <= LARGEST_NUMBER:
+        raise DatalensError(f"--nominal-size must be from 1 to {LARGEST_NUMBER}, not {nominal_size}")
     if own and folder is not None:
         raise DatalensError(f"--data-folder is for named data sets: {data} is a file, leave it out")
     if not own and reading.given:
@@ -100,10 +100,11 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
 
 
 def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records:
-    if path.suffix == ".npz":
-        return shaped(npz.open_npz(path, split, nominal_size, reading), reading)
-    if idx_files.is_idx(path):
-        return shaped(idx_files.open_idx(path, split, nominal_size, reading), reading)
+    if path.suffix == ".npz" or idx_files.is_idx(path):
+        of_kind = npz.open_npz if path.suffix == ".npz" else idx_files.open_idx
+        records = shaped(of_kind(path, split, nominal_size, reading), reading)
+        check_not_larger(records.schema)
+        return records
     return records_of(find(path, split, reading), reading, nominal_size=nominal_size)
 
 

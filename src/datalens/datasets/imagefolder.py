@@ -4,6 +4,8 @@ The classes are the folders that are there, with images in them or not: a class 
 """
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 from datalens.datasets.own import ALL, NONE, TEST, Files, Found, Reading, check_classes
 from datalens.datasets.pixels import SUFFIXES
 from datalens.errors import DatalensError
+from datalens.progress import say_once
 
 # Files that may lie about; any other is refused by name, since it may be meant as an image.
 BESIDE = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".md", ".xml", ".yaml", ".yml", ".html", ".ini", ".db", ".log")
@@ -51,6 +54,8 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         trained = top if root == path or split == "train" else _classes_of(split_folder(path, "train"))
         classes, origin = declared or tuple(trained), "" if declared else "the names of folders"
     check_classes(classes, f"{root}")
+    if doubt := _may_merge_persons(files, reading.record_id, labelled=labelled):
+        say_once(f"warning: {doubt}: check that it is one, since who shares an id is not protected (docs/persons.md)")
     number = {name: i for i, name in enumerate(classes)}
     strange = next((name for name in names if name not in number), None)
     if strange is not None:
@@ -97,6 +102,34 @@ def _identity(name: str, rule: str | None) -> str:
     if rule == PREFIX and "_" not in last:
         raise DatalensError(f"{name} has no _ in its name, so no prefix says whose it is: rename it, as person_1.png")
     return found
+
+
+def _may_merge_persons(files: list[str], rule: str | None, *, labelled: bool) -> str:
+    """Why several persons may have one id, where the names look like it.
+
+    | rule | looks like it |
+    |---|---|
+    | prefix | anna_smith_1.png and anna_jones_1.png, where no other prefix has a smith or a jones: as all have a left |
+    | folder | cat/1.png, where cat is a class |
+    """
+    if rule == FOLDER and labelled:
+        flat = next((name for name in files if name.count("/") == 1), None)
+        whole = "--record-id folder makes one person of all images in class"
+        return "" if flat is None else f"{whole} {flat.split('/')[0]}"
+    if rule != PREFIX:
+        return ""
+    parts: dict[str, dict[str, str]] = {}  # what stands between prefix and number → a file of it, by prefix
+    for name in files:
+        prefix, _, rest = os.path.splitext(name.rpartition("/")[2])[0].partition("_")
+        middle = re.sub(r"[_-]?\d+$", "", rest) if re.search(r"[_-]\d+$", rest) else rest
+        if any(letter.isalpha() for letter in middle):
+            parts.setdefault(prefix, {})[middle] = name
+    prefixes = Counter(middle for those in parts.values() for middle in those)
+    for prefix, those in parts.items():
+        own = [name for middle, name in those.items() if prefixes[middle] == 1]
+        if len(own) > 1:
+            return f"--record-id prefix makes one person, {prefix}, of {own[0]} and {own[1]}"
+    return ""
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

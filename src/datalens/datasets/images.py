@@ -38,6 +38,7 @@ class ImageRecords:
     encoded: Callable[[], Iterator[Encoded]]
     crop: int | None = None  # side of the square that is cut out first; None: the largest there is
     decoder: Callable[[bytes, str], np.ndarray] | None = None  # in the place of `decode`, for the user's own files
+    fixed_positions: bool = False  # True only where the images come from a list
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)

@@ -33,6 +33,10 @@ class Reshaped:
     schema: Schema
     records: Dataset
 
+    @property
+    def fixed_positions(self) -> bool:
+        return self.records.fixed_positions
+
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)
         for block in self.records.blocks(choose):

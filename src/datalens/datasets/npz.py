@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from datalens.datasets.memory import check_images, check_labels, schema_of
-from datalens.datasets.own import Reading
+from datalens.datasets.own import Reading, check_classes
 from datalens.datasets.records import Dataset
+from datalens.datasets.regular import check_regular
 from datalens.errors import DatalensError
 
 
@@ -23,6 +24,7 @@ def open_npz(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
     prefix = "" if split == "train" else "test_"
     if reading.classes is not None:
         raise DatalensError(f"--classes: {path} names its classes itself, in the array classes; leave it out")
+    check_regular(path)
     ids_name = f"{prefix}{reading.record_id or 'ids'}"
     try:
         file = np.load(path, allow_pickle=False)
@@ -49,6 +51,7 @@ def open_npz(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
         raise DatalensError(f"{path} is not a readable .npz file ({reason})") from None
     images, labels = check_images(images, path), check_labels(labels, len(images), path)
     classes = tuple(map(str, names.reshape(-1).tolist()))
+    check_classes(classes, str(path))
     if len(set(classes)) != len(classes):
         raise DatalensError(f"{path}: class names must be distinct")
     if ids is not None and ids.shape != (len(images),):

@@ -17,6 +17,7 @@ import numpy as np
 from datalens.datasets.images import Encoded, ImageRecords
 from datalens.datasets.pixels import kind_of, to_pixels
 from datalens.datasets.records import block_records
+from datalens.datasets.regular import read_regular
 from datalens.datasets.schema import IMAGE, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
@@ -90,6 +91,7 @@ class Found:
     classes: tuple[str, ...]
     classes_from: str  # where they were read off; "" where they were declared
     encoded: Callable[[int], Iterator[Encoded]]  # so many at a time
+    fixed_positions: bool = False  # True only where they come from a list
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +108,7 @@ class Files:
 
             def read(i: int, paths: list[str] = paths) -> bytes:
                 try:
-                    return Path(paths[i]).read_bytes()
+                    return read_regular(paths[i])
                 except (OSError, ValueError) as error:
                     why = getattr(error, "strerror", None) or error
                     raise DatalensError(f"{paths[i]} cannot be read ({why}): mend it, or leave it out") from None
@@ -152,7 +154,12 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRec
     def decoder(data: bytes, name: str) -> np.ndarray:
         return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
 
-    return ImageRecords(schema=schema, encoded=lambda: found.encoded(block_records(schema)), decoder=decoder)
+    return ImageRecords(
+        schema=schema,
+        encoded=lambda: found.encoded(block_records(schema)),
+        decoder=decoder,
+        fixed_positions=found.fixed_positions,
+    )
 
 
 def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
@@ -186,6 +193,16 @@ def check_size(size: tuple[int, int]) -> None:
             f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: bring them "
             "to a size of these with --image-size"
         )
+
+
+def check_not_larger(schema: Schema) -> None:
+    """Raise if images that are arrays already, or their classes, are more than can be worked with."""
+    if max(schema.height, schema.width) > LARGEST:
+        raise DatalensError(
+            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: bring them "
+            "to a smaller size (for files, with --image-size)"
+        )
+    check_classes(schema.classes, schema.name)
 
 
 def _first(found: Found) -> tuple[bytes, str]:

@@ -4,6 +4,7 @@ Files are read batch by batch, and images stay encoded until they are wanted. `i
 record, so its share does not depend on how records are spread over files.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from datalens.errors import DatalensError
 # Columns by their lower-case name → the label of each record; -1: not of this data set.
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
 
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.parquet")
 READ_BYTES = 2**20  # read ahead; without a limit a whole row group would be read at once
 # Encoded images hardly compress. A row group that does, this many times, and to this size, is a trap or a mistake.
 MOST_COMPRESSED, FROM_BYTES = 50, 2**26
@@ -30,7 +32,25 @@ def parquet_records(
 ) -> ImageRecords:
     """One split. `columns`, in lower case, are what `label` needs."""
     stream = encoded_rows(files, columns=columns, label=label)
-    return ImageRecords(schema=schema, encoded=lambda: stream(block_records(schema)), crop=crop)
+    return ImageRecords(
+        schema=schema,
+        encoded=lambda: stream(block_records(schema)),
+        crop=crop,
+        fixed_positions=is_one_table(files),
+    )
+
+
+def is_one_table(files: Sequence[Path]) -> bool:
+    """Whether the rows of the files, one file after the other, are one list: there is one file, or the files are all
+    shards of a table (train-00000-of-00004.parquet, …).
+
+    Any other names may follow what is in the files, such as cats.parquet and dogs.parquet: a record that is replaced
+    by one of another kind would then stand elsewhere.
+    """
+    shards = [_SHARD.fullmatch(file.name) for file in files]
+    numbers = [(found["stem"], int(found["number"]), int(found["count"])) for found in shards if found]
+    stem = numbers[0][0] if numbers else ""
+    return len(files) == 1 or numbers == [(stem, number, len(files)) for number in range(len(files))]
 
 
 def encoded_rows(

@@ -38,6 +38,12 @@ class Records(Protocol):
     @property
     def schema(self) -> Schema: ...
 
+    @property
+    def fixed_positions(self) -> bool:
+        """Whether the records are a list: one that is replaced, by whatever record, keeps its position, and so do all
+        others. Not so where records are sorted by what they are, such as the files of a folder."""
+        ...
+
     def blocks(self, choose: Choose) -> Iterator[Block]:
         """All records in their order, block by block. `choose` is asked once about every record."""
         ...
@@ -51,6 +57,7 @@ class Dataset:
     images: np.ndarray
     labels: np.ndarray
     ids: np.ndarray | None = None
+    fixed_positions: bool = True  # an array is a list
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         size = block_records(self.schema)
@@ -81,7 +88,16 @@ def id_key(identity: object) -> bytes:
     return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
 
 
-MISSING = ("", "nan", "none", "null", "<na>")  # how a gap in a table is spelled, in small letters
+# How a gap is spelled, by its letters and digits alone: of "NA", "N/A" and "<NA>" these are "na", of "-" and "?" none.
+MISSING = frozenset(
+    (
+        *("", "na", "nan", "nat", "none", "null", "nil", "void", "blank", "empty", "missing", "undefined"),
+        *("unspecified", "notspecified", "notavailable", "notapplicable", "notknown", "notgiven", "noid", "nodata"),
+        *("noname", "tbd", "unknown", "unk", "unbekannt", "inconnu", "desconocido", "sconosciuto"),
+        *("anonymous", "anonymized", "anonymised"),
+    )
+)
+CODES = frozenset(("-1", "-9", "-99", "-999", "-9999"))  # and by numbers
 
 
 def person_key(identity: object, where: str = "a record") -> bytes:
@@ -92,13 +108,17 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     | text | without white space around it, in Unicode's form NFC |
     | whole number | its digits, so that 7 is "7" |
     | none, empty or a gap's spelling; a float (which a column with gaps becomes), or anything else | refused |
+
+    Persons who share any other id are one unit, which is protected as a whole: none of them is by themselves.
     """
     if isinstance(identity, bytes):
         identity = identity.decode(errors="surrogateescape")
     gap = identity is None or type(identity).__name__ in ("NAType", "NaTType")  # pandas', which equal nothing
     gap = gap or (isinstance(identity, float) and math.isnan(identity))
-    if gap or (isinstance(identity, str) and _spelled(identity) in MISSING):
-        raise DatalensError(f"{where} has no id that says whose it is: every record needs one with --record-id")
+    if gap or _is_gap(str(identity)):
+        text = "" if gap else str(identity).strip()[:40]
+        meant = f" ({text!r} is how a gap is spelled)" if text else ""
+        raise DatalensError(f"{where} has no id that says whose it is{meant}: every record needs one with --record-id")
     if type(identity) not in (str, int):
         raise DatalensError(
             f"{where} has an id of kind {type(identity).__name__}: ids of persons are text or whole numbers"
@@ -106,8 +126,9 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     return id_key(unicodedata.normalize("NFC", str(identity)).strip())
 
 
-def _spelled(text: str) -> str:
-    return text.strip().lower()
+def _is_gap(identity: str) -> bool:
+    plain = unicodedata.normalize("NFKC", identity).casefold()
+    return plain.strip() in CODES or "".join(filter(str.isalnum, plain)) in MISSING
 
 
 def content_key(image: np.ndarray) -> bytes:
@@ -139,9 +160,32 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     if not len(images):
         raise DatalensError(f"there is no record of {schema.name} in what was given")
     if order is None:
-        return Dataset(schema=schema, images=images, labels=labels, ids=np.array(ids, object) if ids else None)
+        known = np.array(ids, object) if ids else None
+        return Dataset(
+            schema=schema, images=images, labels=labels, ids=known, fixed_positions=has_fixed_positions(records)
+        )
     as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
-    return Dataset(schema=schema, images=images[as_drawn], labels=labels[as_drawn])
+    return Dataset(
+        schema=schema,
+        images=images[as_drawn],
+        labels=labels[as_drawn],
+        fixed_positions=has_fixed_positions(records),
+    )
+
+
+def has_fixed_positions(records: Records) -> bool:
+    """What the records say of themselves; False for those that say nothing, such as another package's."""
+    return getattr(records, "fixed_positions", False) is True
+
+
+def check_fixed_positions(records: Records) -> None:
+    """Raise unless the records are a list, as shares by position need them to be."""
+    if not has_fixed_positions(records):
+        raise DatalensError(
+            f"{records.schema.name}: under replace-one teachers' shares go by position, which must not depend on what "
+            "a record is, as it does where files are sorted by name: use .npz, idx, one .parquet, a .csv with a line a "
+            "record, or arrays; or leave --relation out"
+        )
 
 
 def _those(which: np.ndarray) -> Choose:

@@ -7,7 +7,10 @@ Under the add/remove relation the number of records is itself private, so a plan
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from datalens.errors import DatalensError
+
 READ_OFF = "read off the data, and declared public by the owner"  # how a note begins that says of what this is so
+LARGEST_NUMBER = 2**31 - 1  # of records, or of pixels along a side
 IMAGE, PERSON = "image", "person (all images with the same record id)"  # what is protected as a whole
 
 
@@ -24,6 +27,12 @@ class Schema:
     value_range: tuple[float, float] = (0.0, 1.0)
     record_unit: str = IMAGE  # the nominal size counts these
     note: str = ""  # what a reader must know about the data set, such as that it stands in for another
+
+    def __post_init__(self) -> None:
+        """Refuse what no certificate could be written with: nothing has been charged yet when a schema is made."""
+        for what, text in (("data set", self.name), *(("class", name) for name in self.classes), ("note", self.note)):
+            if isinstance(text, str) and not _is_unicode(text):
+                raise DatalensError(f"the name of the {what} {text!a} is not UTF-8 text: rename it")
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -52,10 +61,13 @@ class Schema:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":
         """From JSON, which anybody may have edited: a ValueError or TypeError says what does not fit."""
-        schema = cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
+        try:
+            schema = cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
+        except DatalensError as error:
+            raise ValueError(str(error)) from None
         for name in ("height", "width", "channels", "nominal_size"):
             value = getattr(schema, name)
-            if type(value) is not int or not 0 <= value < 2**31:
+            if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
                 raise ValueError(f"{name} cannot be {str(value)[:40]!r}")
         texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
         if not all(isinstance(text, str) for text in texts) or not schema.classes:
@@ -63,3 +75,12 @@ class Schema:
         if len(schema.value_range) != 2 or not all(type(end) in (int, float) for end in schema.value_range):
             raise ValueError("value_range must be two numbers")
         return schema
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: the bytes of a file's name may be none, and Python then keeps them apart."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datalens.datasets.own import ALL, NONE, TEST, Files, Found, Reading, check_classes, numbered
-from datalens.datasets.parquet import encoded_rows
+from datalens.datasets.parquet import encoded_rows, is_one_table
+from datalens.datasets.regular import check_regular
 from datalens.errors import DatalensError
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
@@ -40,7 +41,7 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
     files = [rows[i][where].strip() for i in member]
     ids = files if record_id is None else [rows[i][record_id] for i in member]
     listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
-    return Found(path=path, classes=classes, classes_from=origin, encoded=listed.encoded)
+    return Found(path=path, classes=classes, classes_from=origin, encoded=listed.encoded, fixed_positions=True)
 
 
 def _members(path: Path, rows: list[dict[str, str]], split: str, *, there: bool) -> list[int]:
@@ -55,6 +56,7 @@ def _members(path: Path, rows: list[dict[str, str]], split: str, *, there: bool)
 
 
 def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    check_regular(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -80,6 +82,8 @@ def _label(columns: Sequence[str], reading: Reading) -> str | None:
 def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     """A file, or a folder of train*.parquet and test*.parquet (or of files that are all for training)."""
     files = _parquet_files(path, split)
+    for file in files:
+        check_regular(file)
     schema = _parquet_schema(files[0])
     label = _label([name.lower() for name in schema.names], reading)
     label = None if label is None else label.lower()
@@ -107,7 +111,7 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
             train = files if split == "train" else _parquet_files(path, "train")
             _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
         check_classes(classes, f"column {label}")
-    return Found(path=path, classes=classes, classes_from=origin, encoded=stream)
+    return Found(path=path, classes=classes, classes_from=origin, encoded=stream, fixed_positions=is_one_table(files))
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:

@@ -54,6 +54,17 @@ class Budget:
         return {**asdict(self), "epsilon": json_number(self.epsilon)}
 
 
+MOST_EPSILON = 1e6  # of a run with noise: beyond it σ is so small that the arithmetic of prices fails
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise if no run can be planned with it. Not asked of ledgers that exist."""
+    if MOST_EPSILON < epsilon < math.inf:
+        raise DatalensError(
+            f"epsilon {epsilon:g} is more than {MOST_EPSILON:g}, and protects nobody: use inf, which says so"
+        )
+
+
 def upwards(value: float, digits: int = 6) -> str:
     """As many digits as said, and never less than it is (but for the last bits of a float)."""
     text = f"{value:.{digits}g}"

@@ -9,7 +9,7 @@ record" cost "one teacher's row". Shares therefore vary in size, and a share may
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -22,6 +22,11 @@ class Rule(Protocol):
 
     @property
     def teachers(self) -> int: ...
+
+    @property
+    def by_position(self) -> bool:
+        """Whether positions decide: then the records must be a list (`Records.fixed_positions`)."""
+        ...
 
     def shares(self, index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
         """Positions in the stream [b] and what identifies each record → the share of each, int64 [b]."""
@@ -37,6 +42,7 @@ class Hashed:
 
     teachers: int
     salt: bytes
+    by_position: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_teachers(self.teachers)
@@ -50,11 +56,13 @@ class Hashed:
 class Balanced:
     """Equal shares by fixed position: record i goes to share i mod N. Valid under replace-one only.
 
-    Replacing a record keeps its position, so one share changes. Removing one would shift every later
-    record into another share: under add/remove this is not private at the stated price.
+    In a list a record that is replaced keeps its position, and so does everybody else: one share changes. Removing one
+    would shift every later record into another share: under add/remove this is not private at the stated price. Nor is
+    it under replace-one where records are sorted by what they are: all between the old place and the new one shift.
     """
 
     teachers: int
+    by_position: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_teachers(self.teachers)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from datalens import streams
-from datalens.datasets.records import Block, Records
+from datalens.datasets.records import Block, Records, check_fixed_positions
 from datalens.errors import DatalensError
 from datalens.private.partition import Partition, Rule
 from datalens.progress import bar
@@ -79,6 +79,8 @@ class Shares:
         """
         numbers = range(rule.teachers) if numbers is None else numbers
         _check_numbers(numbers, rule.teachers)
+        if rule.by_position:
+            check_fixed_positions(records)
         seen, labels, share = 0, [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         fingerprint = 0
 
