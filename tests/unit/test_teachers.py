@@ -448,7 +448,7 @@ def test_a_records_features_depend_on_nothing_else() -> None:
     assert torch.equal(compact.from_rows(compact.record_features(images)), images.permute(0, 3, 1, 2) / 255)
 
 
-@pytest.mark.parametrize("family", ["spectral", "compact", "paper"])
+@pytest.mark.parametrize("family", ["compact", "paper"])  # of spectral, the public features of fakes are one product
 def test_threads_change_no_bit_of_a_row(family: str) -> None:
     """Chunks run side by side, each in one thread, and come back in order."""
     before = torch.get_num_threads()
