@@ -32,7 +32,12 @@ class Verify:
         problems, prices = list(found.problems), found.spent_by()
         own = self.run / LEDGER
         if release != self.run and own.is_file() and own.read_bytes() != (release / LEDGER).read_bytes():
-            problems.append("the run's ledger has charges the release does not state: finish the run with --resume")
+            longer = own.read_bytes().startswith((release / LEDGER).read_bytes())
+            problems.append(
+                "the run's ledger has charges the release does not state: finish the run with --resume"
+                if longer
+                else "the run's ledger lacks charges that the release states: put the whole ledger back"
+            )
         fields = {
             "ok": not problems,
             "epsilon": json_number(found.budget.epsilon),

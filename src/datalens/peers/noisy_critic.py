@@ -3,6 +3,7 @@
 The generator learns from the critic, which is released with every step: the noise is in its gradients on records.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import Part, PeerSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
-from datalens.privacy.events import SubsampledGaussianEvent
+from datalens.privacy.events import Charge, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget
 
 # Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
@@ -49,6 +50,10 @@ class NoisyCriticSettings(PeerSettings):
         loud: dict[str, Any] = {"cells": 0, "noise_to_signal": self.sigma / self.batch}
         name = f"{self.block} sums of gradients"
         return (Part(name=name, event=event, sensitivity=event.l2_bound, times=self.steps, **loud),)
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        """Blocks, charged whole."""
+        return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent)) // self.block
 
     def mechanism(self, budget: Budget) -> dict[str, str]:
         return {
