@@ -32,7 +32,7 @@ from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.settings import AnySettings, parse_settings
-from datalens.wholeness import check_whole
+from datalens.wholeness import check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +92,7 @@ class Run:
         self.schema = Schema.from_dict(config["schema"])
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
+        self.answered: int | None = None  # queries, where a method charges for those that are answered
         self._lock = lock
         self._view: live.View | None = None
         self._board: Board | None = None
@@ -240,9 +241,7 @@ class Run:
             return
         folder = self.path / "checkpoints"
         names = teachers.save(step)
-        charges = len(self.ledger.events)
-        facts = {"step": str(step), "teachers": json.dumps(names)}
-        facts |= {"charges": str(charges), "chain": str(self.ledger.chain(charges))}
+        facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered)}
         save_tensors(folder / LATEST, student.state(), facts)
         for path in folder.iterdir():
             if path.name not in (LATEST, *names):
@@ -256,6 +255,7 @@ class Run:
         with _damage_explained(path):
             state, facts = load_tensors(path)
             step, names = int(facts["step"]), json.loads(facts["teachers"])
+            self.answered = int(facts["answered"]) if "answered" in facts else None
             student.load_state(state)
         teachers.restore(step, names)
         return step

@@ -12,6 +12,13 @@ from datalens.settings import AnySettings
 LEDGER = "ledger.jsonl"
 
 
+def used(ledger: Ledger, answered: int | None) -> dict[str, str]:
+    """Return what a checkpoint says of the charges it was made from: how many, the hash of the last, and answers."""
+    charges = len(ledger.events)
+    facts = {"charges": str(charges), "chain": str(ledger.chain(charges))}
+    return facts if answered is None else {**facts, "answered": str(answered)}
+
+
 def check_whole(run: Path, *, settings: AnySettings, ledger: Ledger, checkpoint: Path) -> None:
     """Compare the ledger with all that was made from its charges: released values, the checkpoint, the last release.
 

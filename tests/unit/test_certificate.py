@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.config import TrainOptions
@@ -53,7 +55,9 @@ STEPS = 3
 def planned(noise: Literal["discrete-gaussian", "gaussian"] = "gaussian") -> Settings:
     """k = 2, batch = 2: rows of norm 2, two of them 4 apart."""
     options = TrainOptions(out=Path("unused"), teachers=5, k=2, batch=2, steps=STEPS, basis_size=4, noise=noise)
-    return make_plan(options, SCHEMA)[1]
+    made = make_plan(options, SCHEMA)[1]
+    assert isinstance(made, Settings)
+    return dataclasses.replace(made, latent=TINY.latent, latent_law=TINY.latent_law)
 
 
 def build(
@@ -430,7 +434,7 @@ WEAK: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "another sigma in the settings": ("private", lambda c: c["settings"].update(sigma=1e6)),
     "a larger k than the events paid for": ("private", lambda c: c["settings"].update(k=4)),
     "balanced shares under add-remove": ("private", lambda c: c["settings"].update(shares="balanced")),
-    "another version of the format": ("private", lie(version=3)),
+    "another version of the format": ("private", lie(version=4)),
     "another kind of noise in the settings": ("private", lambda c: c["settings"].update(noise="discrete-gaussian")),
     "fewer things not covered": ("private", lie(not_covered=[])),
     "more that was declared public": ("private", lie(declared_public=["everything"])),
@@ -582,26 +586,46 @@ def test_a_certificate_from_which_no_page_can_be_made_is_caught(release: Path) -
     assert any(PAGE in problem for problem in check_release(release).problems)
 
 
-def as_version_1(release: Path) -> None:
-    """As it was before there was a page, and noise of more than one kind."""
-    certificate = certificate_of(release) | {"version": 1}
-    for name in ("declared_public", "chain"):
-        del certificate[name]
-    del certificate["mechanism"]["price"], certificate["settings"]["noise"]
-    (release / PAGE).unlink()
-    put(release, certificate, page=False)
+def as_version_2(release: Path) -> None:
+    """As datalens 0.1.0 wrote it: the weights say nothing of the steps they learned from."""
+    tensors = load_file(release / WEIGHTS)
+    with safe_open(release / WEIGHTS, "pt") as file:
+        said = json.loads(file.metadata()["generator"])
+    del said["completed"]
+    save_file(tensors, release / WEIGHTS, {"generator": json.dumps(said)})
+    put(release, certificate_of(release) | {"version": 2})
 
 
-def test_old_releases_still_stand(release: Path) -> None:
-    as_version_1(release)
-    assert check_release(release).problems == ()
+def test_releases_of_the_first_version_still_stand(release: Path) -> None:
+    as_version_2(release)
+    found = check_release(release)
+    assert found.problems == found.notes == ()  # every planned step is charged: there is nothing to take on trust
     forge(release, lie(epsilon_spent=0.5))
     assert caught(release)
 
 
-def test_a_discrete_release_cannot_pass_for_an_old_one(discrete: Path) -> None:
-    as_version_1(discrete)
-    assert any("kind of noise" in problem for problem in check_release(discrete).problems)
+def test_what_a_release_of_the_first_version_does_not_state_is_said(release: Path) -> None:
+    """It ended early: how many steps the weights have learned from is nowhere said, and the budget covers them all."""
+    as_version_2(release)
+    verification_after(release, lambda lines: lines.pop())
+    forge(release, lambda certificate: certificate["mechanism"].update(events=STEPS - 1))
+    found = check_release(release)
+    assert found.problems == ()
+    (note,) = found.notes
+    assert "do not state how many steps" in note and "owner's word" in note
+
+
+def test_a_new_certificate_must_state_the_steps(release: Path) -> None:
+    as_version_2(release)
+    forge(release, lie(version=3))
+    assert check_release(release).problems == ("the weights do not state how many steps they learned from",)
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, True, "2", None])
+def test_a_version_that_was_never_released_is_no_way_around_the_checks(release: Path, version: Any) -> None:
+    """Version 1 had no page, and did not say which noise."""
+    forge(release, lie(version=version))
+    assert any("certificate of version" in problem for problem in check_release(release).problems)
 
 
 # --- the page for people --------------------------------------------------------------------------------------------
@@ -641,7 +665,7 @@ def test_the_report_of_another_release_is_caught(release: Path, originals: dict[
 def test_a_folder_in_the_place_of_the_report_is_caught(release: Path) -> None:
     (release / REPORT).unlink()
     (release / REPORT).mkdir()
-    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    assert f"{REPORT} is not a page of ours" in check_release(release).problems
     (release / REPORT).rmdir()
     (release / REPORT).write_bytes(b" " * 5_000_001)
-    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    assert f"{REPORT} is not a page of ours" in check_release(release).problems

@@ -42,6 +42,10 @@ class NoisyCriticSettings(PeerSettings):
     def check(self, schema: Schema) -> None:
         if not 0 < self.rate <= 1 or self.fakes < 2:
             raise DatalensError("--batch must be at most the nominal number of records")
+        if self.rate != self.batch / schema.nominal_size:
+            raise DatalensError(
+                f"the sampling rate {self.rate:g} is not batch {self.batch} by nominal size {schema.nominal_size}"
+            )
         if not LEAST_CLIP <= self.clip < 1e6:
             raise DatalensError(f"--clip must be at least {LEAST_CLIP:g}, and below a million, not {self.clip:g}")
 

@@ -22,6 +22,8 @@ from datalens.privacy.accountant import ACCOUNTANTS, Accountant, AccountantName
 from datalens.privacy.events import Charge, Event, Relation, UnknownEvent, parse_event
 
 _GENESIS = "0" * 64
+_BUDGET_LINE = {"type", "version", "epsilon", "delta", "relation", "accountant", "previous", "hash"}
+_CHARGE_LINE = {"type", "number", "event", "previous", "hash"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +209,8 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], list[str]]:
             expected, digest = _line({k: v for k, v in fields.items() if k not in ("hash", "previous")}, previous)
             if raw + b"\n" != expected:
                 raise TamperedError(f"{path}: line {number + 1} does not follow from the line before it")
+            if set(fields) != (_BUDGET_LINE if number == 0 else _CHARGE_LINE):
+                raise TamperedError(f"{path}: line {number + 1} has other fields than a ledger's lines")
             if number == 0:
                 budget = _parse_budget(fields)
             elif fields["type"] != "charge" or fields["number"] != number - 1:

@@ -24,7 +24,8 @@ from datalens.settings import COMPRESSORS, AnySettings, MomentSettings, Settings
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
 MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained
 PAGE = "CERTIFICATE.md"
-VERSION = 2
+SIGNATURE = CERTIFICATE + ".sig"  # by its owner, where there is one (see `signing`)
+VERSION = 3  # 2: of datalens 0.1.0, whose weights do not state what they learned from
 
 NOT_PRIVATE = "NOT PRIVATE"
 NOT_COVERED = (
@@ -73,12 +74,17 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
     return json.dumps(certificate, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
-def contents(settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
-    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check."""
+def contents(
+    settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
+) -> dict[str, Any]:
+    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check.
+
+    `version`: as a certificate of this version has it.
+    """
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = is_private(budget, events)
     return {
-        "version": VERSION,
+        "version": version,
         "private": private,
         "statement": statement(budget, private=private, unit=schema.record_unit),
         "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
@@ -238,6 +244,12 @@ def weights_of(certificate: dict[str, Any]) -> str:
     """Which file of a release holds what was trained."""
     settings = certificate.get("settings")
     return MODEL if isinstance(settings, dict) and settings.get("method") == "dpsgd" else WEIGHTS
+
+
+def files_of(certificate: dict[str, Any]) -> set[str]:
+    """Return the files that a release has beside its certificate, each of them required."""
+    weights = weights_of(certificate)
+    return {LEDGER, PAGE, weights, *((PICTURE,) if weights == WEIGHTS else ())}
 
 
 def read_certificate(release: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.pages import charts, render, said, sealed
+from datalens.pages import FORMAT, charts, render, said, sealed
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
@@ -70,6 +70,7 @@ def _page(release: Path) -> bytes:
         "release.html",
         **_guarantee(c, budget),
         certificate_hash=c["sha256"]["certificate"],
+        page_format=FORMAT,
         title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
         eyebrow="datalens · privacy report",
         contents=CONTENTS,
@@ -132,7 +133,8 @@ def _origin(c: dict[str, Any]) -> str:
 
 def shown_classes(release: Path) -> tuple[str, ...]:
     """The classes that `samples.png` has, a row each (see `release.write_release`)."""
-    from datalens.released.release import known_classes, load_generator
+    from datalens.released.release import known_classes
+    from datalens.released.weights import load_generator
 
     generator, names = load_generator(release)
     return tuple(names[label] for label in sorted(known_classes(generator, min(10, len(names))).tolist()))
