@@ -266,6 +266,34 @@ def test_events_of_another_mechanism_are_refused(release_of: Callable[[str], Pat
     assert any("other releases than sums of teachers' votes" in line for line in check_release(release).problems)
 
 
+@pytest.mark.parametrize(("method", "tolerance"), [("sgd", 2e-2), ("moments", 1e-8)])
+def test_a_price_by_another_version_of_the_libraries_stands_and_no_other_does(
+    method: str, tolerance: float, release_of: Callable[[str], Path]
+) -> None:
+    """PRV answers to within twice the error it is asked for; closed forms to the last digits."""
+    for off, stands in ((0.9, True), (-0.9, True), (-1.5, False), (1.5, False)):
+        release = release_of(method)
+        certificate = json.loads((release / CERTIFICATE).read_text())
+        spent = certificate["epsilon_spent"]
+        certificate["epsilon_spent"] = spent + off * (tolerance if method == "sgd" else 1e-9 * spent)
+        restate(release, certificate)
+        found = check_release(release).problems
+        assert (found == ()) == stands, (off, found)
+        assert stands or "was spent, the ledger" in found[0]
+        shutil.rmtree(release)
+
+
+def restate(release: Path, certificate: dict[str, Any]) -> None:
+    """A certificate with another text, on the page too, and every hash right."""
+    hashes = certificate.pop("sha256")
+    hashes.pop("certificate")
+    (release / PAGE).write_bytes(page_bytes({**certificate, "sha256": hashes}))
+    certificate["sha256"] = hashes | {PAGE: hashlib.sha256((release / PAGE).read_bytes()).hexdigest()}
+    certificate["sha256"]["certificate"] = own_hash(certificate)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(certificate))
+    (release / REPORT).unlink(missing_ok=True)
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

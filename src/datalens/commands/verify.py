@@ -18,6 +18,8 @@ class Verify:
     """A run folder, or a release folder by itself."""
     signed_by: Path | None = None
     """A file with public keys (ssh-ed25519): one of them must have signed it, see `datalens sign`."""
+    samples: Path | None = None
+    """Also draw this file of `datalens sample` again, and compare: is it what the generator makes?"""
     json: Json = False
 
     def __call__(self) -> int:
@@ -40,6 +42,10 @@ class Verify:
                 if longer
                 else "the run's ledger lacks charges that the release states: put the whole ledger back"
             )
+        if self.samples is not None and not problems:
+            from datalens.released.redrawing import check_samples
+
+            problems += check_samples(release, self.samples, found.certificate)
         problem, signature = _signature(release, self.signed_by)
         problems += [] if problem is None else [problem]
         fields = {
@@ -59,6 +65,7 @@ class Verify:
             "problems": problems,
             "not_stated": list(found.notes),
             "signature": signature,
+            "samples": None if self.samples is None else str(self.samples),
         }
         stamp = "" if found.private else " NOT PRIVATE."
         verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"
@@ -66,6 +73,8 @@ class Verify:
         lines = [verdict, *(f"  {p}" for p in problems)]
         lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
         lines.append(f"  Protected is {found.unit}.")
+        if self.samples is not None and not problems:
+            lines.append(f"  {self.samples} is what its generator draws.")
         lines.append(f"  Signature: {signature}.")
         lines += [f"  not stated: {line}" for line in found.notes]
         lines += [f"  warning: {line}" for line in found.warnings]

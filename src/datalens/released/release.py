@@ -143,7 +143,8 @@ def sample(
     images, found = draw(
         generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
     )
-    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate)
+    drawn = {"seed": seed, "count": count, "balanced": balanced, "classes": among, "device": torch.device(device).type}
+    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate, drawn=drawn)
 
 
 def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]:

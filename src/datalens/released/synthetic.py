@@ -36,12 +36,17 @@ _MAX_COLUMNS = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyntheticDataset:
-    """Labelled synthetic images with the certificate they were released under."""
+    """Labelled synthetic images with the certificate they were released under.
+
+    `drawn` says how to draw the same images from the generator again (see `redrawing`): seed, count, balanced, classes
+    and device. Images that came from elsewhere have none, nor have files of version 0.1.0.
+    """
 
     images: NDArray[np.uint8]  # [n, h, w, c]
     labels: NDArray[np.int64]  # [n], an index into `classes`
     classes: tuple[str, ...]
     certificate: dict[str, Any]
+    drawn: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_arrays(self.images.dtype, self.images.shape, self.labels.dtype, self.labels.shape)
@@ -55,6 +60,8 @@ class SyntheticDataset:
             raise DatalensError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
         if not isinstance(self.certificate, dict):
             raise DatalensError("the certificate must be a JSON object")
+        if not isinstance(self.drawn, dict | None):
+            raise DatalensError("how images were drawn must be a JSON object")
 
     def __len__(self) -> int:
         return len(self.images)
@@ -117,6 +124,15 @@ def cells(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
             for column in range(columns)
         ]
     )
+
+
+def more_than_pixels(png: bytes) -> bool:
+    """Whether a PNG holds anything but a picture: text, a second picture, bytes behind its end."""
+    names, at = [], 8
+    while at + 12 <= len(png):
+        names.append(png[at + 4 : at + 8])
+        at += 12 + int.from_bytes(png[at : at + 4])
+    return at != len(png) or names[:1] + names[-1:] != [b"IHDR", b"IEND"] or set(names[1:-1]) != {b"IDAT"}
 
 
 def nearly(images: NDArray[np.uint8], expected: NDArray[np.uint8]) -> bool:

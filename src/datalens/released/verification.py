@@ -31,12 +31,11 @@ from datalens.released.certificate import (
     weights_of,
 )
 from datalens.released.release import draw_picture
-from datalens.released.synthetic import cells, nearly
+from datalens.released.synthetic import cells, more_than_pixels, nearly
 from datalens.released.weights import AnyGenerator, read_weights
 from datalens.settings import parse_settings
 
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-CHUNKS = (b"IHDR", b"IDAT", b"IEND")  # of a PNG that holds a picture and nothing else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
 def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) -> list[str]:
     """The picture must be what the generator draws, and hold nothing else."""
     content = (release / PICTURE).read_bytes()
-    if set(png_chunks(content)) != set(CHUNKS):
+    if more_than_pixels(content):
         return [f"{PICTURE} holds something besides a picture"]
     expected = draw_picture(generator, schema)
     try:
@@ -176,16 +175,6 @@ def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) ->
     except (OSError, ValueError, SyntaxError):
         same = False
     return [] if same else [f"{PICTURE} is not what the generator draws"]
-
-
-def png_chunks(content: bytes) -> list[bytes]:
-    """Return the names of all chunks; a name that no PNG has where bytes are left over."""
-    names, at = [], 8
-    while at + 12 <= len(content):
-        size = int.from_bytes(content[at : at + 4])
-        names.append(content[at + 4 : at + 8])
-        at += 12 + size
-    return names if at == len(content) and names[-1:] == [b"IEND"] and names.count(b"IEND") == 1 else [*names, b"more"]
 
 
 def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool) -> tuple[list[str], list[str]]:
