@@ -294,6 +294,18 @@ def restate(release: Path, certificate: dict[str, Any]) -> None:
     (release / REPORT).unlink(missing_ok=True)
 
 
+def test_a_run_whose_ledger_was_cut_does_not_stand_and_does_not_go_on(
+    originals: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(originals("topagg").parent, tmp_path / "run"))
+    lines = (run / LEDGER).read_bytes().splitlines(keepends=True)
+    (run / LEDGER).write_bytes(b"".join(lines[:3]))
+    assert "lacks charges that the release states" in call("verify", run).out
+    assert "has 2 charges, but" in call("train", "--out", run, "--resume").refused()
+    (run / LEDGER).write_bytes(b"".join(lines))
+    call("train", "--out", run, "--resume").succeeded()
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ class Verify:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.privacy.ledger import json_number
+        from datalens.privacy.ledger import json_number, upwards
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release
 
@@ -71,7 +71,7 @@ class Verify:
         verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"
         spent = found.budget.describe(found.spent)
         lines = [verdict, *(f"  {p}" for p in problems)]
-        lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
+        lines.append(f"  {found.events} events, spent {spent} of a budget of {upwards(found.budget.epsilon)}.{stamp}")
         lines.append(f"  Protected is {found.unit}.")
         if self.samples is not None and not problems:
             lines.append(f"  {self.samples} is what its generator draws.")

@@ -202,10 +202,13 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     lines = [f"# Privacy certificate: {made} {c['public']['name']}", "", f"**{c['statement']}**", ""]
     if c["private"]:
         happens = "was in the data or not" if c["relation"] == "add-remove" else "was this one or any other"
+        told, factor = how_well_told(epsilon), odds_factor(epsilon)
+        if c["version"] == 2:  # as datalens 0.1.0 wrote it, for every ε
+            told, factor = "can hardly tell", f"{math.exp(min(epsilon, 700.0)):.3g}"
         lines += [
-            f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, can "
-            f"hardly tell whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
-            f"{math.exp(min(epsilon, 700.0)):.3g}, except with a probability of about δ = {upwards(delta)}. It stays "
+            f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, {told} "
+            f"whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
+            f"{factor}, except with a probability of about δ = {upwards(delta)}. It stays "
             "so whatever is done with the folder later.",
             "",
         ]
@@ -238,6 +241,25 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         "",
     ]
     return "\n".join(lines).encode()
+
+
+# Up to this ε, what a holder of the release can at best find out: 50 % becomes 62.3 %, 81.8 %, 98.3 % at most.
+_TOLD = (
+    (0.5, "can hardly tell"),
+    (1.5, "can tell, at best, with little confidence"),
+    (4.0, "may at best tell with some confidence"),
+)
+_TOLD_FOR_SURE = "may at best tell almost for certain, for all that this guarantee says,"
+
+
+def how_well_told(epsilon: float) -> str:
+    """Return in words how well anybody can tell whether a record was there, as far as ε alone limits it."""
+    return next((words for limit, words in _TOLD if epsilon <= limit), _TOLD_FOR_SURE)
+
+
+def odds_factor(epsilon: float) -> str:
+    """Return e^ε in four digits, rounded up."""
+    return upwards(math.exp(epsilon), 4) if epsilon < 700 else "more than 1e+304"
 
 
 def weights_of(certificate: dict[str, Any]) -> str:

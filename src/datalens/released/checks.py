@@ -24,7 +24,7 @@ from datalens.privacy.events import (
     SubsampledGaussianEvent,
     UnknownEvent,
 )
-from datalens.privacy.ledger import Budget
+from datalens.privacy.ledger import Budget, upwards
 from datalens.released.certificate import VERSION, contents, lengths
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator
@@ -109,14 +109,13 @@ def _strange(certificate: dict[str, Any], expected: dict[str, Any]) -> list[str]
 def check_budget(claim: Claim) -> list[str]:
     """Neither what was charged nor what was planned may cost more than the budget, which is what is guaranteed."""
     budget, limit = claim.budget, claim.budget.epsilon * (1 + PRICES)
+    over = f"over the budget of {upwards(budget.epsilon)}"
     found = []
     if not claim.spent <= limit:
-        found.append(f"the ledger adds up to {budget.describe(claim.spent)}, over its budget of {budget.epsilon:g}")
+        found.append(f"the ledger adds up to {budget.describe(claim.spent)}, {over}")
     plan = _plan(claim)
     if plan and not (cost := budget.pricing().price(plan, budget.delta)) <= limit:
-        found.append(
-            f"the steps that the settings state cost {budget.describe(cost)}, over the budget of {budget.epsilon:g}"
-        )
+        found.append(f"the steps that the settings state cost {budget.describe(cost)}, {over}")
     return found
 
 
