@@ -27,6 +27,7 @@ from datalens.commands.report import Report
 from datalens.commands.reproduce import Reproduce
 from datalens.commands.sample import Sample
 from datalens.commands.sgd import Sgd
+from datalens.commands.sign import Sign
 from datalens.commands.verify import Verify
 from datalens.config import TrainOptions
 from datalens.errors import DatalensError, SaidElsewhere
@@ -40,6 +41,7 @@ Command = (
     | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Account, subcommand("account")]
     | Annotated[Verify, subcommand("verify")]
+    | Annotated[Sign, subcommand("sign")]
     | Annotated[DataBudgetCommand, subcommand("budget")]
     | Annotated[AuditCommand, subcommand("audit")]
     | Annotated[Report, subcommand("report")]

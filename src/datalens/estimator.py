@@ -203,10 +203,10 @@ class DataLens(BaseEstimator):
 
     @property
     def certificate(self) -> Certificate:
-        """What is guaranteed, read from the release."""
-        from datalens.released.certificate import read_certificate
+        """What is guaranteed, read from the release, once it was found to stand."""
+        from datalens.released.verification import verified
 
-        return Certificate(read_certificate(self._release()))
+        return Certificate(verified(self._release()))
 
     def save(self, path: Path_, *, force: bool = False) -> None:
         """The release: generator, certificate, ledger, a picture. All of it may be handed on."""

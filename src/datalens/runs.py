@@ -32,6 +32,7 @@ from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.settings import AnySettings, parse_settings
+from datalens.wholeness import check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +90,19 @@ class Run:
         self.config = config
         self.settings = parse_settings(config["settings"])
         self.schema = Schema.from_dict(config["schema"])
-        self.journal = Journal(path / "journal")
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
+        self.answered: int | None = None  # queries, where a method charges for those that are answered
         self._lock = lock
         self._view: live.View | None = None
         self._board: Board | None = None
         self.ledger = Ledger.open(path / "ledger.jsonl")
+        self.journal = Journal(path / "journal", self.ledger)
+        try:
+            check_whole(path, settings=self.settings, ledger=self.ledger, checkpoint=path / "checkpoints" / LATEST)
+        except BaseException:
+            self.ledger.close()
+            raise
 
     @classmethod
     def create(
@@ -235,7 +242,8 @@ class Run:
             return
         folder = self.path / "checkpoints"
         names = teachers.save(step)
-        save_tensors(folder / LATEST, student.state(), {"step": str(step), "teachers": json.dumps(names)})
+        facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered)}
+        save_tensors(folder / LATEST, student.state(), facts)
         for path in folder.iterdir():
             if path.name not in (LATEST, *names):
                 path.unlink()
@@ -248,6 +256,7 @@ class Run:
         with _damage_explained(path):
             state, facts = load_tensors(path)
             step, names = int(facts["step"]), json.loads(facts["teachers"])
+            self.answered = int(facts["answered"]) if "answered" in facts else None
             student.load_state(state)
         teachers.restore(step, names)
         return step

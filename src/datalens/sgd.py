@@ -294,7 +294,7 @@ def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", 
     if run.interrupted:
         _park(run.path, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
-    write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger)
+    write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger, completed=run.completed)
     reached = None if data.test is None else accuracy(model, *data.test)
     if reached is not None:
         run.log(run.completed, accuracy=reached)

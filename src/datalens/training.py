@@ -165,7 +165,16 @@ def _peer(
 def _release(run: Run, generator: "AnyGenerator") -> None:
     from datalens.released.release import write_release
 
-    run.show_release(write_release(run.path, generator, settings=run.settings, schema=run.schema, ledger=run.ledger))
+    release = write_release(
+        run.path,
+        generator,
+        settings=run.settings,
+        schema=run.schema,
+        ledger=run.ledger,
+        completed=run.completed,
+        answered=run.answered,
+    )
+    run.show_release(release)
 
 
 def _say_end(run: Run, planned: int, stamp: str, *, lost: int) -> None:

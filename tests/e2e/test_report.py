@@ -48,8 +48,8 @@ def test_every_run_ends_in_a_page(trained):
     assert "Differentially private: ε = 1, δ = 1e-05 for one image present or absent (add-remove)" in text
     for words in (*certificate["not_covered"], *certificate["declared_public"], certificate["chain"]):
         assert words in text
-    assert "the odds move by a factor of at most e ε = 2.72" in text
-    assert "be at most 73.1 % sure" in text
+    assert "the odds move by a factor of at most e ε = 2.719" in text
+    assert "be at most 73.11 % sure" in text
     assert "exact accountant" in text and "rdp accountant" in text
     assert "datalens verify release" in text and "from datalens import sample" in text
     assert "NOT PRIVATE" not in text and "do not publish" not in text

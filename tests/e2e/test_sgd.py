@@ -105,15 +105,15 @@ def test_settings_that_do_not_fit_the_ledger_are_found(
     trained: tuple[Path, dict[str, Any]], change: dict[str, Any], said: str
 ) -> None:
     from datalens.datasets.schema import Schema
-    from datalens.released.verification import _impossible_sgd
+    from datalens.released.checks import _sgd
     from datalens.settings import SgdSettings
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})
     _, events = read_ledger(trained[0] / "release" / "ledger.jsonl")
     schema = Schema.from_dict(certificate["public"])
-    assert any(said in problem for problem in _impossible_sgd(settings, schema, events))
-    assert _impossible_sgd(SgdSettings.from_dict(certificate["settings"]), schema, events) == []
+    assert any(said in problem for problem in _sgd(settings, schema, events))
+    assert _sgd(SgdSettings.from_dict(certificate["settings"]), schema, events) == []
 
 
 def test_the_released_model_is_the_one_that_was_measured(trained: tuple[Path, dict[str, Any]], datalens: Any) -> None:

@@ -1,5 +1,6 @@
 """Two accountants against a 60-digit oracle, against each other, and against the ledger that uses them."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from datalens.privacy import accountant as accountant_module
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.calibration import calibrate_sigma, calibrate_steps
 from datalens.privacy.curves import PAPER_ORDERS, exact_epsilon, gaussian_delta, rdp_epsilon
-from datalens.privacy.events import GaussianEvent, UnknownEvent
+from datalens.privacy.events import GaussianEvent, SubsampledGaussianEvent, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger
 
 NAMES: tuple[AccountantName, ...] = ("exact", "rdp")
@@ -346,3 +347,34 @@ def test_noise_that_no_machine_adds_faithfully_is_not_calibrated_to(patience: No
 def test_steps_without_end_are_an_error_a_person_can_act_on(patience: None) -> None:
     with pytest.raises(DatalensError, match="--steps"):
         calibrate_steps(sensitivity=1e-6, sigma=1e12, epsilon=1.0, delta=1e-5, accountant=_exact())
+
+
+# --- how far two versions of the libraries may differ ----------------------------------------------------------------
+
+
+def test_prices_may_differ_by_what_each_accountant_allows_itself() -> None:
+    plain = GaussianEvent(
+        row_unit="record", l2_bound=1.0, diameter=2.0, relation="add-remove", sigma=4.0, queries=1, step=0,
+        noise="operating-system",
+    )  # fmt: skip
+    sampled = SubsampledGaussianEvent(
+        row_unit="record", l2_bound=1.0, rate=0.05, relation="add-remove", sigma=1.5, queries=1, step=0,
+        noise="operating-system", repeats=200,
+    )  # fmt: skip
+    for name in ("exact", "rdp", "rdp-improved", "prv"):
+        accountant = Accountant(name=name)
+        epsilon = accountant.epsilon([plain], 1e-5)
+        assert accountant.tolerance([plain], 1e-5) == pytest.approx(1e-9 * epsilon + 1e-12)
+    # PRV answers with the upper end of an interval that is twice the error wide, which is a fiftieth of ε by RDP.
+    prv, rough = Accountant(name="prv"), Accountant(name="rdp-improved").epsilon([sampled], 1e-5)
+    assert rough / 50 > 1e-2  # so it is asked for a hundredth
+    assert prv.tolerance([sampled], 1e-5) == pytest.approx(2e-2)
+    # What is charged in blocks is priced, and so allowed, as the steps it consists of.
+    block = dataclasses.replace(sampled, repeats=100)
+    assert prv.tolerance([block, block], 1e-5) == prv.tolerance([sampled], 1e-5)
+    less = dataclasses.replace(sampled, repeats=1, rate=0.01)
+    less_rough = Accountant(name="rdp-improved").epsilon([less], 1e-5)
+    assert 5e-4 < less_rough / 50 < 1e-2
+    assert prv.tolerance([less], 1e-5) == pytest.approx(2 * less_rough / 50)
+    pld = Accountant(name="pld")
+    assert pld.tolerance([plain], 1e-5) == pytest.approx(5e-4 * pld.epsilon([plain], 1e-5) + 1e-5)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.config import TrainOptions
@@ -53,7 +56,9 @@ STEPS = 3
 def planned(noise: Literal["discrete-gaussian", "gaussian"] = "gaussian") -> Settings:
     """k = 2, batch = 2: rows of norm 2, two of them 4 apart."""
     options = TrainOptions(out=Path("unused"), teachers=5, k=2, batch=2, steps=STEPS, basis_size=4, noise=noise)
-    return make_plan(options, SCHEMA)[1]
+    made = make_plan(options, SCHEMA)[1]
+    assert isinstance(made, Settings)
+    return dataclasses.replace(made, latent=TINY.latent, latent_law=TINY.latent_law)
 
 
 def build(
@@ -367,7 +372,7 @@ def test_a_ledger_over_its_budget_is_caught(release: Path) -> None:
         lines.append({**copy.deepcopy(lines[-1]), "number": len(lines) - 1})
 
     found = verification_after(release, spend_again)
-    assert any("over its budget" in problem for problem in found.problems)
+    assert any("over the budget" in problem for problem in found.problems)
     assert found.spent > 1.0
 
 
@@ -381,7 +386,7 @@ def test_a_ledger_without_noise_is_caught(release: Path) -> None:
     forge(release, lie(epsilon_spent="inf"))
     found = check_release(release)
     assert found.spent == math.inf
-    assert any("over its budget" in problem for problem in found.problems)
+    assert any("over the budget" in problem for problem in found.problems)
 
 
 def test_a_seed_that_was_noted_is_found(release: Path) -> None:
@@ -430,7 +435,7 @@ WEAK: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "another sigma in the settings": ("private", lambda c: c["settings"].update(sigma=1e6)),
     "a larger k than the events paid for": ("private", lambda c: c["settings"].update(k=4)),
     "balanced shares under add-remove": ("private", lambda c: c["settings"].update(shares="balanced")),
-    "another version of the format": ("private", lie(version=3)),
+    "another version of the format": ("private", lie(version=4)),
     "another kind of noise in the settings": ("private", lambda c: c["settings"].update(noise="discrete-gaussian")),
     "fewer things not covered": ("private", lie(not_covered=[])),
     "more that was declared public": ("private", lie(declared_public=["everything"])),
@@ -534,12 +539,75 @@ def test_the_page_says_it_all_in_plain_words(release: Path) -> None:
     assert "does not detect an owner" in page or "do not detect an owner" in page
     for item in (*certificate["not_covered"], *certificate["declared_public"]):
         assert item in page
-    assert "datalens verify" in page and "e^ε = 2.72" in page
+    assert "datalens verify" in page and "e^ε = 2.719" in page
     assert NOT_PRIVATE not in page
     assert len(page.splitlines()) < 60  # one page
     for line in page.splitlines():  # never an ε without its δ, relation and accountant
         if "ε = " in line and "e^ε" not in line:
             assert "δ = 1e-05, add-remove, exact accountant" in line
+
+
+def said_at(epsilon: float, *, version: int = 3) -> str:
+    """CERTIFICATE.md of a release with this budget."""
+    ledger = Ledger.in_memory(dataclasses.replace(BUDGET, epsilon=epsilon))
+    made = make_certificate(settings=planned(), schema=SCHEMA, ledger=ledger, sha256={}) | {"version": version}
+    return page_bytes(made).decode()
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "words"),
+    [
+        (0.1, "can hardly tell whether"),
+        (0.5, "can hardly tell whether"),
+        (0.51, "with little confidence whether"),
+        (1.5, "with little confidence whether"),
+        (3.0, "with some confidence whether"),
+        (5.0, "almost for certain"),
+        (50.0, "almost for certain"),
+    ],
+)
+def test_words_do_not_promise_more_than_epsilon_does(epsilon: float, words: str) -> None:
+    assert words in said_at(epsilon)
+    assert ("hardly tell" in said_at(epsilon)) == (epsilon <= 0.5)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "factor"),
+    [(5.0, "148.5"), (0.1, "1.106"), (1.0, "2.719"), (3.00049, "20.1"), (50.0, "5.185e+21"), (1e4, "more than 1e+304")],
+)
+def test_figures_are_rounded_up(epsilon: float, factor: str) -> None:
+    assert f"e^ε = {factor}, except" in said_at(epsilon)
+    assert f"ε = {epsilon:g} (δ" in said_at(epsilon)
+    if epsilon < 100:
+        assert math.exp(epsilon) <= float(factor) <= math.exp(epsilon) * 1.001
+
+
+def test_the_page_of_the_first_version_is_as_it_was() -> None:
+    assert (
+        "can hardly tell whether it was in the data or not: whatever they compute, the odds move by a factor of at "
+        "most e^ε = 148, except" in said_at(5.0, version=2)
+    )
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 3.00049, 5.0, 50.0])
+def test_the_report_rounds_the_same_way(tmp_path: Path, epsilon: float) -> None:
+    budget = dataclasses.replace(BUDGET, epsilon=epsilon, delta=1.00049e-5)
+    page = (build(tmp_path, budget=budget) / REPORT).read_text()
+    text = " ".join(re.sub(r"<[^>]*>", "", page).split())
+    assert f"Differentially private: ε = {epsilon:g}, δ = 1.00049e-05" in text
+    assert "δ = 1e-05" not in text
+    assert ("hardly tell" in text) == (epsilon <= 0.5)
+    factor = re.search(r"a factor of at most eε = ([0-9.e+]+),", text)
+    assert factor is not None and float(factor[1]) >= math.exp(epsilon)
+    sure = re.search(r"be at most ([0-9.]+) % sure", text)
+    assert (sure is None) == (epsilon > 7)
+    assert sure is None or 100 / (1 + math.exp(-epsilon)) <= float(sure[1]) < 100
+
+
+def test_the_table_of_releases_never_makes_them_look_more_private() -> None:
+    assert report._rounded(("votes", 3, 2.00001, 7.99996)) == ("votes", 3, "2.001", "7.999")
+    assert report._rounded(("steps", 3, 1.0, 0.0, 0.0356298)) == ("steps", 3, "1", "0", "0.03563")
+    assert report._rounded(("another", 1, None, None, None)) == ("another", 1, None, None, None)
 
 
 def test_the_page_under_replace_one_speaks_of_another_record() -> None:
@@ -582,26 +650,46 @@ def test_a_certificate_from_which_no_page_can_be_made_is_caught(release: Path) -
     assert any(PAGE in problem for problem in check_release(release).problems)
 
 
-def as_version_1(release: Path) -> None:
-    """As it was before there was a page, and noise of more than one kind."""
-    certificate = certificate_of(release) | {"version": 1}
-    for name in ("declared_public", "chain"):
-        del certificate[name]
-    del certificate["mechanism"]["price"], certificate["settings"]["noise"]
-    (release / PAGE).unlink()
-    put(release, certificate, page=False)
+def as_version_2(release: Path) -> None:
+    """As datalens 0.1.0 wrote it: the weights say nothing of the steps they learned from."""
+    tensors = load_file(release / WEIGHTS)
+    with safe_open(release / WEIGHTS, "pt") as file:
+        said = json.loads(file.metadata()["generator"])
+    del said["completed"]
+    save_file(tensors, release / WEIGHTS, {"generator": json.dumps(said)})
+    put(release, certificate_of(release) | {"version": 2})
 
 
-def test_old_releases_still_stand(release: Path) -> None:
-    as_version_1(release)
-    assert check_release(release).problems == ()
+def test_releases_of_the_first_version_still_stand(release: Path) -> None:
+    as_version_2(release)
+    found = check_release(release)
+    assert found.problems == found.notes == ()  # every planned step is charged: there is nothing to take on trust
     forge(release, lie(epsilon_spent=0.5))
     assert caught(release)
 
 
-def test_a_discrete_release_cannot_pass_for_an_old_one(discrete: Path) -> None:
-    as_version_1(discrete)
-    assert any("kind of noise" in problem for problem in check_release(discrete).problems)
+def test_what_a_release_of_the_first_version_does_not_state_is_said(release: Path) -> None:
+    """It ended early: how many steps the weights have learned from is nowhere said, and the budget covers them all."""
+    as_version_2(release)
+    verification_after(release, lambda lines: lines.pop())
+    forge(release, lambda certificate: certificate["mechanism"].update(events=STEPS - 1))
+    found = check_release(release)
+    assert found.problems == ()
+    (note,) = found.notes
+    assert "do not state how many steps" in note and "owner's word" in note
+
+
+def test_a_new_certificate_must_state_the_steps(release: Path) -> None:
+    as_version_2(release)
+    forge(release, lie(version=3))
+    assert check_release(release).problems == ("the weights do not state how many steps they learned from",)
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, True, "2", None])
+def test_a_version_that_was_never_released_is_no_way_around_the_checks(release: Path, version: Any) -> None:
+    """Version 1 had no page, and did not say which noise."""
+    forge(release, lie(version=version))
+    assert any("certificate of version" in problem for problem in check_release(release).problems)
 
 
 # --- the page for people --------------------------------------------------------------------------------------------
@@ -641,7 +729,7 @@ def test_the_report_of_another_release_is_caught(release: Path, originals: dict[
 def test_a_folder_in_the_place_of_the_report_is_caught(release: Path) -> None:
     (release / REPORT).unlink()
     (release / REPORT).mkdir()
-    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    assert f"{REPORT} is not a page of ours" in check_release(release).problems
     (release / REPORT).rmdir()
     (release / REPORT).write_bytes(b" " * 5_000_001)
-    assert check_release(release).problems == (f"{REPORT} is not a page of ours",)
+    assert f"{REPORT} is not a page of ours" in check_release(release).problems

@@ -1,12 +1,14 @@
 """Discriminators that learn together and know nothing of each other."""
 
 import numpy as np
+import pytest
 import torch
 
 from datalens.critics import Critic, initialise_critic
 from datalens.datasets.records import Dataset
 from datalens.datasets.schema import Schema
-from datalens.private.critics import Critics
+from datalens.errors import DatalensError
+from datalens.private.critics import Critics, convolves_alike
 from datalens.private.partition import Balanced
 from datalens.private.shares import Shares
 
@@ -97,3 +99,29 @@ def test_large_images_have_more_layers() -> None:
     assert (len(small.down), len(large.down)) == (2, 4)
     initialise_critic(large, torch.Generator().manual_seed(0))
     assert large(torch.rand(2, 3, 64, 64), torch.tensor([0, 1])).shape == (2,)
+
+
+def test_where_numbers_lie_in_memory_decides_nothing_here() -> None:
+    assert convolves_alike()
+
+
+def test_where_convolutions_round_by_their_place_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin: a library whose last bits depend on where its factors begin."""
+    real, calls = torch.nn.functional.conv2d, iter(range(100))
+
+    def by_place(images: torch.Tensor, kernel: torch.Tensor, **facts: int) -> torch.Tensor:
+        return real(images, kernel, **facts) * (1 + 1e-6 * (next(calls) % 2))
+
+    convolves_alike.cache_clear()
+    monkeypatch.setattr(torch.nn.functional, "conv2d", by_place)
+    try:
+        assert not convolves_alike()
+    finally:
+        convolves_alike.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["layers.rounds_alike", "critics.convolves_alike"])
+def test_discriminators_that_would_round_by_place_are_not_trained(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"datalens.private.{where}", lambda: False)
+    with pytest.raises(DatalensError, match="MKL_CBWR"):
+        critics()

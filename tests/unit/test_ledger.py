@@ -715,3 +715,32 @@ def test_seeded_noise_stays_marked(path: Path) -> None:
     ledger.close()
     (event,) = read_ledger(path)[1]
     assert isinstance(event, GaussianEvent) and event.noise == "seeded"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_line_with_room_for_something_else_is_refused(path: Path, number: int) -> None:
+    """With every hash right: a release's ledger could carry anything in a field that nobody reads."""
+    ledger = Ledger.create(path, BUDGET)
+    ledger.charge(make_event())
+    ledger.close()
+    previous, content = "0" * 64, b""
+    for at, raw in enumerate(path.read_bytes().splitlines()):
+        body = {k: v for k, v in json.loads(raw).items() if k != "hash"} | {"previous": previous}
+        body |= {"records": "AAAA"} if at == number else {}
+        previous = hashlib.sha256(canonical_json(body)).hexdigest()
+        content += canonical_json({**body, "hash": previous}) + b"\n"
+    path.write_bytes(content)
+    with pytest.raises(TamperedError, match=f"line {number + 1} has other fields"):
+        read_ledger(path)
+
+
+def test_the_chain_tells_two_ledgers_apart_by_any_line(path: Path) -> None:
+    ledger = Ledger.create(path, BUDGET)
+    before = ledger.chain(0)
+    assert before is not None and ledger.chain(1) is None and ledger.chain(-1) is None
+    ledger.charge(make_event())
+    assert ledger.chain(0) == before != ledger.chain(1)
+    ledger.close()
+    again = Ledger.open(path)
+    assert again.chain(1) == ledger.chain(1) and again.chain(2) is None
+    again.close()

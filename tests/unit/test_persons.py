@@ -21,7 +21,7 @@ from datalens.private import moments
 from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
 from datalens.released.certificate import _mechanism_of
-from datalens.released.verification import _wrong_unit
+from datalens.released.checks import _wrong_unit
 from datalens.settings import MomentSettings
 from datalens.texture import Texture
 

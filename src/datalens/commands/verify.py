@@ -7,7 +7,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from datalens.commands.common import EXIT_REFUSED, Json, release_of, show
-from datalens.errors import TamperedError, UnpriceableEvent
+from datalens.errors import DatalensError, TamperedError, UnpriceableEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,14 @@ class Verify:
 
     run: Positional[Path]
     """A run folder, or a release folder by itself."""
+    signed_by: Path | None = None
+    """A file with public keys (ssh-ed25519): one of them must have signed it, see `datalens sign`."""
+    samples: Path | None = None
+    """Also draw this file of `datalens sample` again, and compare: is it what the generator makes?"""
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.privacy.ledger import json_number
+        from datalens.privacy.ledger import json_number, upwards
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release
 
@@ -32,7 +36,18 @@ class Verify:
         problems, prices = list(found.problems), found.spent_by()
         own = self.run / LEDGER
         if release != self.run and own.is_file() and own.read_bytes() != (release / LEDGER).read_bytes():
-            problems.append("the run's ledger has charges the release does not state: finish the run with --resume")
+            longer = own.read_bytes().startswith((release / LEDGER).read_bytes())
+            problems.append(
+                "the run's ledger has charges the release does not state: finish the run with --resume"
+                if longer
+                else "the run's ledger lacks charges that the release states: put the whole ledger back"
+            )
+        if self.samples is not None and not problems:
+            from datalens.released.redrawing import check_samples
+
+            problems += check_samples(release, self.samples, found.certificate)
+        problem, signature = _signature(release, self.signed_by)
+        problems += [] if problem is None else [problem]
         fields = {
             "ok": not problems,
             "epsilon": json_number(found.budget.epsilon),
@@ -48,13 +63,20 @@ class Verify:
             "events": found.events,
             "private": found.private,
             "problems": problems,
+            "not_stated": list(found.notes),
+            "signature": signature,
+            "samples": None if self.samples is None else str(self.samples),
         }
         stamp = "" if found.private else " NOT PRIVATE."
         verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"
         spent = found.budget.describe(found.spent)
         lines = [verdict, *(f"  {p}" for p in problems)]
-        lines.append(f"  {found.events} events, spent {spent} of a budget of {found.budget.epsilon:g}.{stamp}")
+        lines.append(f"  {found.events} events, spent {spent} of a budget of {upwards(found.budget.epsilon)}.{stamp}")
         lines.append(f"  Protected is {found.unit}.")
+        if self.samples is not None and not problems:
+            lines.append(f"  {self.samples} is what its generator draws.")
+        lines.append(f"  Signature: {signature}.")
+        lines += [f"  not stated: {line}" for line in found.notes]
         lines += [f"  warning: {line}" for line in found.warnings]
         lines.append("  The same ledger by the other accountants:")
         for name, price in prices.items():
@@ -64,3 +86,26 @@ class Verify:
                 lines.append(f"    {said}")
         show(fields, lines, json=self.json)
         return EXIT_REFUSED if problems else 0
+
+
+def _signature(release: Path, keys: Path | None) -> tuple[str | None, str]:
+    """What is wrong with the signature, if anything, and what is to be said of it."""
+    from datalens.released.certificate import CERTIFICATE, SIGNATURE
+    from datalens.released.signing import MOST_BYTES, available, fingerprint, public_keys, signer
+
+    wanted = None if keys is None else public_keys(keys.expanduser())
+    path = release / SIGNATURE
+    if not path.is_file():
+        return None if wanted is None else f"{SIGNATURE} is missing: nobody has signed this", "none"
+    if wanted is None and not available():
+        return None, "there is one, and it was not checked: pip install 'datalens[sign]'"
+    try:
+        with open(path, "rb") as file:
+            key = signer((release / CERTIFICATE).read_bytes(), file.read(MOST_BYTES + 1))
+    except DatalensError as error:
+        return f"{SIGNATURE}: {error}", "not checked"
+    if wanted is None:
+        return None, f"by {fingerprint(key)}; whose key that is was not asked (--signed-by)"
+    if key not in wanted:
+        return f"{SIGNATURE} is by {fingerprint(key)}, which is none of the keys in {keys}", "by another key"
+    return None, f"by {fingerprint(key)}, one of the keys in {keys}"

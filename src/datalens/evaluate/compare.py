@@ -19,7 +19,7 @@ from datalens.evaluate.owner_report import (
     with_spread,
 )
 from datalens.pages import charts, render, said
-from datalens.privacy.ledger import json_number
+from datalens.privacy.ledger import json_number, upwards
 from datalens.progress import counted
 from datalens.released import certificate as certificates
 from datalens.released import report
@@ -127,10 +127,11 @@ def lines(entries: Sequence[Entry]) -> list[str]:
 def _cells(entry: Entry) -> tuple[Any, ...]:
     row = entry.row()
     marked = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
-    terms = f"{said(row['delta'])}, {row['relation']}, {row['accountant']}"
+    terms = f"{upwards(row['delta'])}, {row['relation']}, {row['accountant']}"
     reached = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
     first = (marked, row["method"], row["data"], terms)
-    return (*first, entry.epsilon, float(row["epsilon_spent"]), reached, row["accuracy_real"], row["accuracy_by"])
+    prices = (upwards(entry.epsilon), upwards(float(row["epsilon_spent"]), 4))
+    return (*first, *prices, reached, row["accuracy_real"], row["accuracy_by"])
 
 
 def measured(entries: Sequence[Entry]) -> bool:
@@ -173,7 +174,7 @@ def _curves(entries: Sequence[Entry], data: str) -> str:
     for entry in entries:
         c = entry.certificate
         if c["public"]["name"] == data and entry.accuracy is not None and math.isfinite(entry.epsilon):
-            terms = f"{entry.method}, δ = {said(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
+            terms = f"{entry.method}, δ = {upwards(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
             terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
     series = [charts.Series(name=name, points=tuple(sorted(found)), dots=True) for name, found in points.items()]

@@ -18,6 +18,7 @@ from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded
 from datalens.peers.gpate import GPateSettings
+from datalens.privacy.events import UnknownEvent
 from datalens.privacy.mechanisms import ConfidentGNMax
 from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.private.networks import Network, network_named
@@ -59,6 +60,7 @@ def train(run: Run, shares: Shares, settings: GPateSettings, *, device: torch.de
     decode = DecodeBins(bins=s.bins, basis=make_basis(s.basis, schema.shape, s.basis_size))
 
     for step in run.steps(s.steps, student=student, teachers=Alone(teachers, run.path / "checkpoints")):
+        answered = _answered(run, s, before=step)
         fakes = student.generate(step)
         loss = teachers.fit_step(fakes, step=step, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
         projection = random_projection(s.basis_size, s.projections, seed=s.seed, step=step)
@@ -72,8 +74,18 @@ def train(run: Run, shares: Shares, settings: GPateSettings, *, device: torch.de
                 break  # an interruption cost a release: the run ends with fewer steps, never over budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy, projection))
+        run.answered = answered + int((noisy.value >= 0).sum())
         run.log(step, teacher_loss=loss, answered=float((noisy.value >= 0).mean()))
+    run.answered = _answered(run, s, before=s.steps)
     return student.generator
+
+
+def _answered(run: Run, s: GPateSettings, *, before: int) -> int:
+    """Return how many queries were answered so far; where a checkpoint of version 0.1.0 does not say, what was paid."""
+    if run.answered is not None:
+        return run.answered
+    charges = [event for event in run.ledger.events if not isinstance(event, UnknownEvent)]
+    return s.answers_paid([event for event in charges if event.step < before])
 
 
 def random_projection(size: int, projections: int, *, seed: int, step: int) -> Tensor:

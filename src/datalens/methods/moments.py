@@ -29,8 +29,8 @@ from datalens.datasets.records import Records
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.guidance import nothing_stands_out
-from datalens.privacy.events import ROUNDING
-from datalens.privacy.ledger import Budget, Ledger
+from datalens.moment_noise import mu_squared_for, sigma_for
+from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.privacy.released import Released
@@ -153,23 +153,12 @@ def noise_for(name: str, s: MomentSettings, ledger: Ledger) -> float:
     budget = ledger.budget
     if math.isinf(budget.epsilon):
         return 0.0
-    pricing = budget.pricing()
-    whole = pricing.mu_budget(budget.epsilon, budget.delta) ** 2
-    left = whole - pricing.mu_squared(ledger.events)
-    parts = s.releases
-    coming = sum(part for other, part in parts.items() if RELEASES.index(other) >= RELEASES.index(name))
-    mu_squared = left * (1 - 1e-6) * parts[name] / coming
-    if mu_squared < LEAST_PART * whole * parts[name]:
+    mu_squared, planned = mu_squared_for(name, s, budget, ledger.events)
+    if mu_squared < LEAST_PART * planned:
         raise BudgetExceeded(
             f"of {budget.describe(budget.epsilon)} an interruption has cost too much to release {name} in earnest"
         )
-    variance = sensitivity(name, s, budget) ** 2 / mu_squared
-    return math.sqrt(variance + (ROUNDING if s.noise == "discrete-gaussian" else 0.0))
-
-
-def sensitivity(name: str, s: MomentSettings, budget: Budget) -> float:
-    """How far one record moves the sum (checked again by the event that is charged)."""
-    return s.l2_bound(name) if budget.relation == "add-remove" else s.diameter(name)
+    return sigma_for(name, s, budget, mu_squared)
 
 
 def norm_edges(low: float, high: float, bins: int) -> Tensor:

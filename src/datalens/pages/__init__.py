@@ -19,6 +19,8 @@ REPORT, OWNER = "report.html", "owner.html"
 MOST_BYTES = 5_000_000  # of a page that is sealed
 GENERATOR = b'<meta name="generator" content="datalens">'
 _SEAL = re.compile(rb"<!-- sha256 of everything above: ([0-9a-f]{64}) -->\n\Z")
+FORMAT = 2  # of the page for people; count it up when the same release would give other bytes
+_FORMAT = re.compile(rb'<meta name="datalens-page" content="([0-9]{1,6})">')
 _CERTIFICATE = re.compile(rb'<meta name="datalens-certificate" content="([0-9a-f]{64})">')
 
 
@@ -68,6 +70,12 @@ def seal_problem(content: bytes, certificate: str) -> str | None:
     if of[1].decode() != certificate:
         return "belongs to another certificate: `datalens report` writes it anew"
     return None
+
+
+def page_format(content: bytes) -> int:
+    """Return which `FORMAT` a page was written in. The first one did not say so."""
+    found = _FORMAT.search(content)
+    return int(found[1]) if found else 1
 
 
 def check_may_replace(path: Path) -> None:

@@ -1,6 +1,7 @@
 """G-PATE (Long et al. 2021): teachers vote on the sign and size of randomly projected gradients of images."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ from datalens.config import TrainOptions
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
-from datalens.peers.settings import Part, asked, common
+from datalens.peers.settings import Part, asked, common, unbroken
 from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import Charge, GaussianEvent, confident_answer, confident_check
 from datalens.privacy.ledger import Budget
@@ -72,6 +73,14 @@ class GPateSettings(EnsembleSettings):
         answer = confident_answer(budget.relation, event.queries, self.sigma, self.origin, event.step)
         return isinstance(event, GaussianEvent) and 0 < event.queries < self.queries and event == answer
 
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        """Every step has a check; answers follow where it passes (see `answers_paid`)."""
+        return unbroken({event.step for event in events if _is_check(event)})
+
+    def answers_paid(self, events: Sequence[Charge]) -> int:
+        """Return the most queries that may have been answered with these charges."""
+        return sum(event.queries for event in events if not _is_check(event))
+
     def mechanism(self, budget: Budget) -> dict[str, str]:
         return {
             "name": "winning votes on projected gradients, checked and counted with Gaussian noise (G-PATE)",
@@ -90,6 +99,11 @@ class GPateSettings(EnsembleSettings):
     @property
     def signal(self) -> str:
         return "sigma by the teachers"
+
+
+def _is_check(event: Charge) -> bool:
+    """A ballot moves the largest of a query's counts by one, and the counts themselves by √2 (see `events`)."""
+    return isinstance(event, GaussianEvent) and event.diameter == event.l2_bound
 
 
 DIGITS = 1 + 1e-9  # for the last digits of two charges that together cost what was calibrated

@@ -3,6 +3,7 @@
 The generator learns from the critic, which is released with every step: the noise is in its gradients on records.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import Part, PeerSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
-from datalens.privacy.events import SubsampledGaussianEvent
+from datalens.privacy.events import Charge, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget
 
 # Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
@@ -41,6 +42,10 @@ class NoisyCriticSettings(PeerSettings):
     def check(self, schema: Schema) -> None:
         if not 0 < self.rate <= 1 or self.fakes < 2:
             raise DatalensError("--batch must be at most the nominal number of records")
+        if self.rate != self.batch / schema.nominal_size:
+            raise DatalensError(
+                f"the sampling rate {self.rate:g} is not batch {self.batch} by nominal size {schema.nominal_size}"
+            )
         if not LEAST_CLIP <= self.clip < 1e6:
             raise DatalensError(f"--clip must be at least {LEAST_CLIP:g}, and below a million, not {self.clip:g}")
 
@@ -49,6 +54,10 @@ class NoisyCriticSettings(PeerSettings):
         loud: dict[str, Any] = {"cells": 0, "noise_to_signal": self.sigma / self.batch}
         name = f"{self.block} sums of gradients"
         return (Part(name=name, event=event, sensitivity=event.l2_bound, times=self.steps, **loud),)
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        """Blocks, charged whole."""
+        return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent)) // self.block
 
     def mechanism(self, budget: Budget) -> dict[str, str]:
         return {

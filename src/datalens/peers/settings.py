@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -69,6 +70,12 @@ class PeerSettings:
         """Whether a ledger may have been charged for this."""
         return dataclasses.replace(event, step=0) in [part.event for part in self.schedule(schema, budget)]
 
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        """Return the most steps that may have been completed with these charges."""
+        if self.one_charge:
+            return self.steps if events else 0
+        return unbroken({event.step for event in events})
+
     def mechanism(self, budget: Budget) -> dict[str, str]:
         """For the certificate: `name` and `sensitivity`."""
         raise NotImplementedError
@@ -88,6 +95,11 @@ class PeerSettings:
     def signal(self) -> str:
         """What the noise is compared with in a plan."""
         return "sigma by the longest row"
+
+
+def unbroken(numbers: set[int]) -> int:
+    """Return the first whole number, from 0 on, that is missing."""
+    return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
 def common(options: TrainOptions, preset: str) -> dict[str, Any]:

@@ -105,6 +105,24 @@ class Accountant:
             case _:
                 return self._rdp(counted, delta)
 
+    def tolerance(self, events: Iterable[Event], delta: float) -> float:
+        """Return how far apart two versions of the libraries may price the same events.
+
+        | accountant | because |
+        |---|---|
+        | prv, where events are sampled | each answer is an upper end, at most twice the error asked for above ε |
+        | pld | within 5e-4·ε + 1e-5 of the exact curve, on random ledgers (docs/privacy.md) |
+        | all others | closed forms in float64: 1e-9·ε |
+        """
+        events = list(events)
+        epsilon, counted = self.epsilon(events, delta), [_spread_out(event, 1) for event in events]
+        if self.name == "pld":
+            return 5e-4 * epsilon + 1e-5
+        steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))
+        if self.name == "prv" and steps:
+            return 2 * tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
+        return 1e-9 * epsilon + 1e-12
+
     def _exact(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         events = [(self._gaussian(event), count) for event, count in counted]
         coarse = [isinstance(event, DiscreteGaussianEvent) and not event.smooth for event, _ in events]

@@ -22,6 +22,8 @@ from datalens.privacy.accountant import ACCOUNTANTS, Accountant, AccountantName
 from datalens.privacy.events import Charge, Event, Relation, UnknownEvent, parse_event
 
 _GENESIS = "0" * 64
+_BUDGET_LINE = {"type", "version", "epsilon", "delta", "relation", "accountant", "previous", "hash"}
+_CHARGE_LINE = {"type", "number", "event", "previous", "hash"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,10 @@ class Ledger:
     One process has it, and one thread at a time charges: copies, by pickle or by fork, would each spend all of it.
     """
 
-    def __init__(self, budget: Budget, events: list[Event], *, last_hash: str, file: IO[bytes] | None) -> None:
+    def __init__(self, budget: Budget, events: list[Event], *, hashes: list[str], file: IO[bytes] | None) -> None:
         self.budget = budget
         self._events = events
-        self._last_hash = last_hash
+        self._hashes = hashes  # of every line, the budget's first
         self._file = file
         self._broken = False
         self._turn, self._process = threading.Lock(), os.getpid()
@@ -95,7 +97,7 @@ class Ledger:
     @classmethod
     def in_memory(cls, budget: Budget) -> "Ledger":
         """For audits and plans: the same rules, nothing on disk."""
-        return cls(budget, [], last_hash=_GENESIS, file=None)
+        return cls(budget, [], hashes=[_GENESIS], file=None)
 
     @classmethod
     def create(cls, path: Path, budget: Budget) -> "Ledger":
@@ -113,7 +115,7 @@ class Ledger:
         finally:
             temporary.unlink()
         sync_directory(path.parent)
-        return cls(budget, [], last_hash=line_hash, file=_open_alone(path))
+        return cls(budget, [], hashes=[line_hash], file=_open_alone(path))
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
@@ -122,18 +124,25 @@ class Ledger:
         try:
             content = path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
-            budget, events, last_hash = _parse(whole, path)
+            budget, events, hashes = _parse(whole, path)
             file.truncate(len(whole))
             file.seek(len(whole))
             os.fsync(file.fileno())
         except BaseException:
             file.close()
             raise
-        return cls(budget, events, last_hash=last_hash, file=file)
+        return cls(budget, events, hashes=hashes, file=file)
 
     @property
     def events(self) -> tuple[Event, ...]:
         return tuple(self._events)
+
+    def chain(self, charges: int) -> str | None:
+        """Return the hash of the ledger's line after so many charges, or None where it has fewer.
+
+        Each line carries the hash of the one before it, so equal hashes mean equal ledgers up to that line.
+        """
+        return self._hashes[charges] if 0 <= charges < len(self._hashes) else None
 
     def spent(self) -> float:
         return self.budget.pricing().epsilon(self._events, self.budget.delta)
@@ -157,7 +166,7 @@ class Ledger:
                 f"past the budget of {self.budget.epsilon:g}: nothing was released"
             )
         fields = {"type": "charge", "number": len(self._events), "event": event.as_dict()}
-        line, line_hash = _line(fields, self._last_hash)
+        line, line_hash = _line(fields, self._hashes[-1])
         self._broken = True  # until the line is on disk: whatever stops us, a reopened file tells what was charged
         if self._file is not None:
             try:
@@ -167,7 +176,7 @@ class Ledger:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 raise DatalensError(f"cannot write the ledger ({error}): nothing was released") from error
-        self._last_hash = line_hash
+        self._hashes.append(line_hash)
         self._events.append(event)
         self._broken = False
         return len(self._events) - 1
@@ -197,12 +206,13 @@ def _line(fields: dict[str, Any], previous: str) -> tuple[bytes, str]:
     return canonical_json({**body, "hash": digest}) + b"\n", digest
 
 
-def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
+def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], list[str]]:
     if not content.endswith(b"\n"):
         raise TamperedError(f"{path}: the last line is not complete")
     previous = _GENESIS
     budget: Budget | None = None
     events: list[Event] = []
+    hashes: list[str] = []
     for number, raw in enumerate(content[:-1].split(b"\n")):
         try:
             fields = json.loads(raw)
@@ -210,6 +220,8 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
             expected, digest = _line({k: v for k, v in fields.items() if k not in ("hash", "previous")}, previous)
             if raw + b"\n" != expected:
                 raise TamperedError(f"{path}: line {number + 1} does not follow from the line before it")
+            if set(fields) != (_BUDGET_LINE if number == 0 else _CHARGE_LINE):
+                raise TamperedError(f"{path}: line {number + 1} has other fields than a ledger's lines")
             if number == 0:
                 budget = _parse_budget(fields)
             elif fields["type"] != "charge" or fields["number"] != number - 1:
@@ -219,8 +231,9 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], str]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise TamperedError(f"{path}: line {number + 1} is not a ledger line ({type(error).__name__})") from error
         previous = digest
+        hashes.append(digest)
     assert budget is not None  # the content ends with a newline, so there was a first line
-    return budget, events, previous
+    return budget, events, hashes
 
 
 def _parse_charge(fields: dict[str, Any], budget: Budget | None) -> Event:

@@ -98,15 +98,13 @@ def prv_composed(parts: tuple[tuple[float, float, int], ...], delta: float, roug
             f"the prv accountant needs Opacus, which cannot be imported ({error}): pip install opacus, or use another "
             "--accountant"
         ) from error
-    steps = sum(count for _, _, count in parts)
-    wanted = min(max(rough / 50, PRV_FINEST), PRV_COARSEST)
-    finest = 2 * (rough + 4) * math.sqrt(steps * math.log(12_000 / delta) / 2) / PRV_CELLS
+    error_of_epsilon = prv_error(sum(count for _, _, count in parts), delta, rough)
     accountant = PRVAccountant()
     accountant.history = [(1 / mu, rate, count) for mu, rate, count in parts]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about orders of the RDP that only sizes its tables
-            epsilon = float(accountant.get_epsilon(delta, eps_error=max(wanted, finest)))
+            epsilon = float(accountant.get_epsilon(delta, eps_error=error_of_epsilon))
     except (RuntimeError, ValueError) as error:
         raise UnpriceableEvent(
             f"the prv accountant has no price for this ({error}): use --accountant rdp-improved"
@@ -114,6 +112,13 @@ def prv_composed(parts: tuple[tuple[float, float, int], ...], delta: float, roug
     if not math.isfinite(epsilon):
         raise UnpriceableEvent("the prv accountant has no price for this: use --accountant rdp-improved")
     return max(0.0, epsilon)
+
+
+def prv_error(steps: int, delta: float, rough: float) -> float:
+    """Return the error of ε that PRV is asked for: what it answers lies at most twice that above the true ε."""
+    wanted = min(max(rough / 50, PRV_FINEST), PRV_COARSEST)
+    finest = 2 * (rough + 4) * math.sqrt(steps * math.log(12_000 / delta) / 2) / PRV_CELLS
+    return max(wanted, finest)
 
 
 def _loudness(mu: float, rate: float) -> float:

@@ -6,17 +6,40 @@ the one that is chosen, as the paper has it, the secret choices of the past woul
 would not be a mechanism that composes with the others.
 """
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from datalens import streams
 from datalens.critics import Critic, initialise_critic
+from datalens.errors import DatalensError
+from datalens.private import layers
 from datalens.private.adam import adam_step
 from datalens.private.shares import Shares
 
 Parameters = dict[str, Tensor]
 GROUP = 64  # discriminators worked on at a time
+
+
+@cache
+def convolves_alike() -> bool:
+    """Whether convolutions of many discriminators on this CPU, and their gradients, are the same to the last bit
+    wherever their numbers lie in memory (of products: `layers.rounds_alike`)."""
+    random = torch.Generator().manual_seed(0)
+    images, kernels = torch.randn(6, 4, 3, 9, 9, generator=random), torch.randn(6, 8, 3, 5, 5, generator=random)
+
+    def slopes(kernel: Tensor, of: Tensor) -> Tensor:
+        return F.conv2d(of, kernel, stride=2, padding=2).square().sum()
+
+    def moved(values: Tensor, by: int) -> Tensor:
+        """The same numbers, so many places further in memory."""
+        return torch.cat([torch.zeros(by), values.flatten()])[by:].view(values.shape)
+
+    found = [vmap(grad(slopes))(moved(kernels, by), moved(images, by)) for by in (0, 1, 3, 4, 7, 8, 13)]
+    return all(torch.equal(one, found[0]) for one in found)
 
 
 class Critics:
@@ -32,6 +55,11 @@ class Critics:
         penalty: float,
         seed: int,
     ) -> None:
+        if shares.device.type == "cpu" and not (layers.rounds_alike() and convolves_alike()):
+            raise DatalensError(
+                "on this CPU a discriminator's last bits would depend on where its numbers lie in memory: import "
+                "datalens before torch is used, or set MKL_CBWR=AUTO,STRICT"
+            )
         self._shares = shares
         self._batch, self._rate, self._penalty, self._seed = batch, rate, penalty, seed
         starts = []

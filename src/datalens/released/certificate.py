@@ -24,7 +24,8 @@ from datalens.settings import COMPRESSORS, AnySettings, MomentSettings, Settings
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
 MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained
 PAGE = "CERTIFICATE.md"
-VERSION = 2
+SIGNATURE = CERTIFICATE + ".sig"  # by its owner, where there is one (see `signing`)
+VERSION = 3  # 2: of datalens 0.1.0, whose weights do not state what they learned from
 
 NOT_PRIVATE = "NOT PRIVATE"
 NOT_COVERED = (
@@ -73,12 +74,17 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
     return json.dumps(certificate, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
-def contents(settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> dict[str, Any]:
-    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check."""
+def contents(
+    settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
+) -> dict[str, Any]:
+    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check.
+
+    `version`: as a certificate of this version has it.
+    """
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = is_private(budget, events)
     return {
-        "version": VERSION,
+        "version": version,
         "private": private,
         "statement": statement(budget, private=private, unit=schema.record_unit),
         "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
@@ -196,10 +202,13 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     lines = [f"# Privacy certificate: {made} {c['public']['name']}", "", f"**{c['statement']}**", ""]
     if c["private"]:
         happens = "was in the data or not" if c["relation"] == "add-remove" else "was this one or any other"
+        told, factor = how_well_told(epsilon), odds_factor(epsilon)
+        if c["version"] == 2:  # as datalens 0.1.0 wrote it, for every ε
+            told, factor = "can hardly tell", f"{math.exp(min(epsilon, 700.0)):.3g}"
         lines += [
-            f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, can "
-            f"hardly tell whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
-            f"{math.exp(min(epsilon, 700.0)):.3g}, except with a probability of about δ = {upwards(delta)}. It stays "
+            f"In words: take {c['privacy_unit']}. Whoever holds this whole folder, and every other record too, {told} "
+            f"whether it {happens}: whatever they compute, the odds move by a factor of at most e^ε = "
+            f"{factor}, except with a probability of about δ = {upwards(delta)}. It stays "
             "so whatever is done with the folder later.",
             "",
         ]
@@ -234,10 +243,35 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode()
 
 
+# Up to this ε, what a holder of the release can at best find out: 50 % becomes 62.3 %, 81.8 %, 98.3 % at most.
+_TOLD = (
+    (0.5, "can hardly tell"),
+    (1.5, "can tell, at best, with little confidence"),
+    (4.0, "may at best tell with some confidence"),
+)
+_TOLD_FOR_SURE = "may at best tell almost for certain, for all that this guarantee says,"
+
+
+def how_well_told(epsilon: float) -> str:
+    """Return in words how well anybody can tell whether a record was there, as far as ε alone limits it."""
+    return next((words for limit, words in _TOLD if epsilon <= limit), _TOLD_FOR_SURE)
+
+
+def odds_factor(epsilon: float) -> str:
+    """Return e^ε in four digits, rounded up."""
+    return upwards(math.exp(epsilon), 4) if epsilon < 700 else "more than 1e+304"
+
+
 def weights_of(certificate: dict[str, Any]) -> str:
     """Which file of a release holds what was trained."""
     settings = certificate.get("settings")
     return MODEL if isinstance(settings, dict) and settings.get("method") == "dpsgd" else WEIGHTS
+
+
+def files_of(certificate: dict[str, Any]) -> set[str]:
+    """Return the files that a release has beside its certificate, each of them required."""
+    weights = weights_of(certificate)
+    return {LEDGER, PAGE, weights, *((PICTURE,) if weights == WEIGHTS else ())}
 
 
 def read_certificate(release: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from datalens.released.saving import (
     CERTIFICATE,
     CLASSES,
     COLUMNS,
+    DRAWN,
     IMAGE_TYPE,
     METADATA,
     ROWS_AT_ONCE,
@@ -30,7 +31,7 @@ from datalens.released.saving import (
     one_line,
     ticks,
 )
-from datalens.released.synthetic import MODES, SyntheticDataset, by, check_arrays, check_size
+from datalens.released.synthetic import MODES, SyntheticDataset, by, check_arrays, check_size, more_than_pixels
 
 _MAX_TEXT_BYTES = 2**26  # class names, certificate: far above any real one
 
@@ -55,10 +56,13 @@ def load(path: str | os.PathLike[str]) -> SyntheticDataset:
 def _read_npz(path: Path) -> SyntheticDataset:
     # the headers alone tell how much memory the arrays take: judge them before reading any
     with zipfile.ZipFile(path) as archive:
-        heads = {name: _npy_head(archive, name) for name in ("images", "labels", "classes", "certificate")}
+        optional = ["drawn"] if "drawn.npy" in archive.namelist() else []
+        names = ["images", "labels", "classes", "certificate", *optional]
+        heads = {name: _npy_head(archive, name) for name in names}
     (shape, dtype), (labels_shape, labels_dtype) = heads["images"], heads["labels"]
     check_arrays(dtype, (*shape, 1) if len(shape) == 3 else shape, labels_dtype, labels_shape)
-    for name, dimensions in (("classes", 1), ("certificate", 0)):
+    for name in names[2:]:
+        dimensions = 1 if name == "classes" else 0
         text_shape, text_dtype = heads[name]
         if text_dtype.kind != "U" or len(text_shape) != dimensions:
             raise DatalensError(f"array {name!r} must be {dimensions}-dimensional text")
@@ -71,6 +75,7 @@ def _read_npz(path: Path) -> SyntheticDataset:
             labels=arrays["labels"],
             classes=tuple(arrays["classes"].tolist()),
             certificate=json.loads(arrays["certificate"].item()),
+            drawn=json.loads(arrays["drawn"].item()) if "drawn" in names else None,
         )
 
 
@@ -108,6 +113,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
             labels=labels.to_numpy(),
             classes=_class_names(json.loads(metadata[b"datalens.classes"])),
             certificate=json.loads(metadata[b"datalens.certificate"]),
+            drawn=json.loads(metadata.get(b"datalens.drawn", b"null")),
         )
 
 
@@ -136,6 +142,7 @@ def _read_folder(folder: Path) -> SyntheticDataset:
         labels=np.array(labels, dtype=np.int64),
         classes=classes,
         certificate=certificate,
+        drawn=json.loads(_read_text(folder, DRAWN)) if (folder / DRAWN).exists() else None,
     )
 
 
@@ -161,6 +168,27 @@ def _class_names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise DatalensError("the class names must be a JSON list")
     return tuple(value)
+
+
+def extras(path: Path) -> list[str]:
+    """Name what a file or folder that `load` can read holds beside a synthetic data set: it was not looked at there."""
+    if path.is_dir():
+        with (path / METADATA).open(encoding="utf-8", newline="") as stream:
+            own = {METADATA, CERTIFICATE, CLASSES, DRAWN, *(row[0] for row in csv.reader(stream))}
+        files = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or file.is_file()]
+        found = [name for name in files if name not in own]
+        images = (file.read_bytes() for file in path.rglob("*.png"))
+    elif kind_of(path) == ".npz":
+        own = {f"{name}.npy" for name in ("images", "labels", "classes", "certificate", "drawn")}
+        with zipfile.ZipFile(path) as archive:
+            return sorted(set(archive.namelist()) - own) + (["a comment"] if archive.comment else [])
+    else:
+        with pq.ParquetFile(path) as file:
+            own = {"huggingface", "datalens.classes", "datalens.certificate", "datalens.drawn"}
+            found = [name for name in file.schema_arrow.names if name not in ("image", "label")]
+            found += [key.decode() for key in file.schema_arrow.metadata or {} if key.decode() not in own]
+            return found + ["more than pixels in an image" for blob in _parquet_images(file) if more_than_pixels(blob)]
+    return found + ["more than pixels in an image" for blob in images if more_than_pixels(blob)]
 
 
 def _decode(blobs: Iterable[bytes], count: int) -> NDArray[np.uint8]:

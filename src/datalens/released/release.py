@@ -1,75 +1,82 @@
 """The release folder: writing it, and sampling from it. No pickle is written or loaded."""
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from PIL import Image
 
 from datalens import streams
 from datalens.datasets.schema import Schema
-from datalens.errors import DatalensError, TamperedError
+from datalens.errors import DatalensError
 from datalens.pages import REPORT
+from datalens.paid import steps_planned
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.classifier import Classifier
-from datalens.released.generator import Architecture, Generator, can_show, recalibrated
-from datalens.released.moments import MomentModel, Start
+from datalens.released.generator import Generator, recalibrated
 from datalens.released.synthetic import SyntheticDataset, grid
+from datalens.released.weights import AnyGenerator, load_classifier, load_generator, save_weights
 from datalens.settings import AnySettings, SgdSettings
-from datalens.texture import Texture
 
-# Of a generator that is read: far above any that is written.
-MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
-
-AnyGenerator = Generator | MomentModel
+__all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # from `weights`
 
 
-def write_release(run: Path, generator: AnyGenerator, *, settings: AnySettings, schema: Schema, ledger: Ledger) -> Path:
-    """Write `release/` whole beside its place, then swap it in."""
+def write_release(
+    run: Path,
+    generator: AnyGenerator,
+    *,
+    settings: AnySettings,
+    schema: Schema,
+    ledger: Ledger,
+    completed: int | None = None,
+    answered: int | None = None,
+) -> Path:
+    """Write `release/` whole beside its place, then swap it in.
+
+    Args:
+        completed: steps that the generator learned from (all that were planned, if left out: `verify` will look for a
+            charge for each).
+        answered: queries that were answered, where a method charges for these apart.
+    """
     if isinstance(generator, Generator):
         generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
-        described: dict[str, object] = {"architecture": generator.architecture.as_dict()}
-        weights = {name: value.detach().cpu().contiguous() for name, value in generator.state_dict().items()}
-    else:
-        described = {"moments": {"shape": generator.start.shape, "steps": generator.steps}}
-        weights = {name: value.contiguous() for name, value in generator.tensors().items()}
-    # One key: safetensors writes several in no fixed order, and equal weights would hash differently.
-    metadata = {"generator": json.dumps({**described, "classes": schema.classes})}
-    rows = min(10, len(schema.classes))
-    shown = draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True)
-    picture = grid(*shown, per_class=10)
+    counts = {"completed": steps_planned(settings) if completed is None else completed, "answered": answered}
+    picture = draw_picture(generator, schema)
 
     def fill(draft: Path) -> None:
-        _save(weights, draft / certificates.WEIGHTS, metadata)
+        save_weights(draft / certificates.WEIGHTS, generator, schema.classes, **counts)
         picture.save(draft / certificates.PICTURE)
 
     return write_folder(run, fill, settings=settings, schema=schema, ledger=ledger)
 
 
-def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    try:
-        save_file(weights, path, metadata=metadata)
-    except SafetensorError as error:  # also what it makes of a full disk
-        raise DatalensError(f"cannot write {path} ({error}): free some space, then continue with --resume") from error
+def draw_picture(generator: AnyGenerator, schema: Schema) -> Image.Image:
+    """Draw `samples.png`: ten images of each of the first ten classes, from seed 0."""
+    rows = min(10, len(schema.classes))
+    return grid(*draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True), per_class=10)
 
 
-def write_model(run: Path, model: Classifier, *, settings: SgdSettings, schema: Schema, ledger: Ledger) -> Path:
+def write_model(
+    run: Path,
+    model: Classifier,
+    *,
+    settings: SgdSettings,
+    schema: Schema,
+    ledger: Ledger,
+    completed: int | None = None,
+) -> Path:
     """The same for a classifier, in the place of a generator and its picture."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    metadata = {"classifier": json.dumps({**model.described(), "classes": schema.classes})}
+    completed = settings.steps if completed is None else completed
     return write_folder(
         run,
-        lambda draft: _save(weights, draft / certificates.MODEL, metadata),
+        lambda draft: save_weights(draft / certificates.MODEL, model, schema.classes, completed=completed),
         settings=settings,
         schema=schema,
         ledger=ledger,
@@ -103,119 +110,6 @@ def write_folder(
     return target
 
 
-def load_classifier(release: Path) -> tuple[Classifier, tuple[str, ...]]:
-    """A classifier that `datalens sgd` trained, and the names of its classes."""
-    path = release / certificates.MODEL
-    if not path.is_file():
-        raise DatalensError(f"{release} has no {certificates.MODEL}: was it made by `datalens sgd`?")
-    try:
-        with safe_open(path, "pt") as file:
-            described = json.loads((file.metadata() or {})["classifier"])
-            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        names = tuple(str(name) for name in described.pop("classes"))
-        shape = tuple(int(side) for side in described["shape"])
-        if len(shape) not in (1, 3) or not 0 < math.prod(shape) <= MOST_PIXELS or not 0 < len(names) <= MOST_PIXELS:
-            raise ValueError("no classifier of ours sees images like that")
-        with torch.device("meta"):
-            model = Classifier(shape=shape, classes=len(names), network=described["network"])
-        model.load_state_dict(weights, assign=True)
-    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise DatalensError(
-            f"{path} is not a classifier of ours ({type(error).__name__}): fetch the release again"
-        ) from error
-    return model.eval(), names
-
-
-def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
-    """The generator and the names of its classes."""
-    path = release / certificates.WEIGHTS
-    if not path.is_file():
-        raise DatalensError(f"{release} has no {certificates.WEIGHTS}: is the run finished? continue it with --resume")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            described = json.loads(metadata["generator"])
-            classes = tuple(str(name) for name in described["classes"])
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if "moments" in described:
-            return _rebuilt_moments(described["moments"], weights, len(classes)), classes
-        fields = described["architecture"]
-        fields |= {"shape": tuple(fields["shape"]), "widths": tuple(fields["widths"])}
-        generator = _rebuilt(Architecture(**fields), weights)
-        if len(classes) != generator.architecture.classes:
-            raise ValueError("there must be a name for every class")
-    except (
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
-        raise DatalensError(
-            f"{path} is not a generator of ours ({type(error).__name__}): fetch the release again"
-        ) from error
-    return generator.eval(), classes
-
-
-def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Generator:
-    """The generator with these weights. Built without memory first: a description may name any size."""
-    a = architecture
-    if any(type(n) is not int for n in (*a.shape, *a.widths, a.classes, a.latent, a.dense, a.cosines)):
-        raise ValueError("sizes are whole numbers")
-    channels, height, width = a.shape
-    pixels = channels * height * width
-    if min(a.shape) < 1 or pixels > MOST_PIXELS or len(a.widths) > MOST_LAYERS:
-        raise ValueError("no generator of ours makes images like that")
-    if not can_show(a.shape, a.cosines):
-        raise ValueError("no generator of ours shows so many cosines")
-    with torch.device("meta"):
-        generator = Generator(architecture)
-    expected = {name: value.dtype for name, value in generator.state_dict().items()}
-    # .clone(): a file's tensors may share memory with it
-    weights = {name: value.to(expected.get(name)).clone() for name, value in weights.items()}
-    generator.load_state_dict(weights, assign=True)
-    return generator
-
-
-def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> MomentModel:
-    """The model with these tensors, each of the size the others make it."""
-    channels, height, width = (int(side) for side in fields["shape"])
-    shape, steps = (channels, height, width), int(fields["steps"])
-    if channels > 4 or min(shape) < 1 or channels * height * width > MOST_PIXELS or not 0 <= steps <= MOST_STEPS:
-        raise ValueError("no model of ours makes images like that")
-    coordinates, texture = weights["means"].shape[1], Texture(shape).size if steps else 0
-    head = weights["maps"].shape[-1]
-    expected = {
-        "means": (classes, coordinates),
-        "factors": (classes, coordinates, coordinates),
-        "centre": (texture,),
-        "white": (texture, texture),
-        "before": (classes, texture),
-        "after": (classes, texture),
-        "maps": (classes, head, head),
-    }
-    present = weights["present"]
-    weights = {"sizes": torch.ones(len(present))} | weights  # the first releases had none: classes came evenly
-    expected["sizes"] = (len(present),)
-    if set(weights) != {*expected, "present"} or head > texture or coordinates > channels * height * width:
-        raise ValueError("tensors are missing, or too many")
-    if coordinates * channels * height * width > MOST_PIXELS * 8:  # of the basis that sampling will build
-        raise ValueError("no model of ours makes images like that")
-    if any(weights[name].shape != size or weights[name].dtype != torch.float32 for name, size in expected.items()):
-        raise ValueError("a tensor has another size than the others make it")
-    if present.dtype != torch.int64 or present.dim() != 1 or not len(present) or len(present) > classes:
-        raise ValueError("it names no classes")
-    if not 0 <= int(present.min()) <= int(present.max()) < classes:
-        raise ValueError("it names classes it does not have")
-    if not bool((weights["sizes"] > 0).all() and weights["sizes"].isfinite().all()):
-        raise ValueError("it has classes without records")
-    weights = {name: value.clone() for name, value in weights.items()}
-    start = Start(shape=shape, means=weights.pop("means"), factors=weights.pop("factors"))
-    return MomentModel(start=start, steps=steps, **weights)
-
-
 def sample(
     release: Path,
     *,
@@ -232,19 +126,13 @@ def sample(
     """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
-    certificate = certificates.read_certificate(release)
-    if not {"private", "statement"} <= set(certificate):
-        raise DatalensError(f"{release / certificates.CERTIFICATE} has gaps: fetch the release again")
-    if certificates.weights_of(certificate) == certificates.MODEL:
+    from datalens.released.verification import verified
+
+    if certificates.weights_of(certificates.read_certificate(release)) == certificates.MODEL:
         raise DatalensError(
             f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
         )
-    weights = certificates.weights_of(certificate)
-    if certificates.file_hash(release / weights) != certificate["sha256"].get(weights):
-        raise TamperedError(
-            f"{release / weights} is not the file the certificate was written for: `datalens verify` says more; fetch "
-            "the release again"
-        )
+    certificate = verified(release)  # it goes with the images, and is printed
     generator, names = load_generator(release)
     among = None if labels is None else numbers_of(labels, names)
     there = known_classes(generator, len(names)).tolist()
@@ -255,7 +143,8 @@ def sample(
     images, found = draw(
         generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
     )
-    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate)
+    drawn = {"seed": seed, "count": count, "balanced": balanced, "classes": among, "device": torch.device(device).type}
+    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate, drawn=drawn)
 
 
 def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]:

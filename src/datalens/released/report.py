@@ -4,6 +4,7 @@ import base64
 import itertools
 import math
 from collections.abc import Sequence
+from decimal import ROUND_FLOOR, Context
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
-from datalens.pages import charts, render, said, sealed
+from datalens.pages import FORMAT, charts, render, sealed
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
@@ -70,6 +71,7 @@ def _page(release: Path) -> bytes:
         "release.html",
         **_guarantee(c, budget),
         certificate_hash=c["sha256"]["certificate"],
+        page_format=FORMAT,
         title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
         eyebrow="datalens · privacy report",
         contents=CONTENTS,
@@ -81,7 +83,7 @@ def _page(release: Path) -> bytes:
         chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
         curve=_table(curves),
         releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
-        releases=releases[:MOST_LINES],
+        releases=[_rounded(line) for line in releases[:MOST_LINES]],
         more_releases=max(0, len(releases) - MOST_LINES),
         code=_MODEL if classifier else _SAMPLE,
         hashes=sorted((name, value) for name, value in c["sha256"].items() if name != "certificate"),
@@ -98,18 +100,19 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
     return {
         "private": c["private"],
         "statement": c["statement"],
-        "epsilon": budget.epsilon,
-        "delta": budget.delta,
+        "epsilon": upwards(budget.epsilon),
+        "delta": upwards(budget.delta),
         "relation": budget.relation,
         "accountant": budget.accountant,
-        "terms": f"δ = {said(budget.delta)}, {budget.relation}, {budget.accountant} accountant{stamp}",
+        "terms": f"δ = {upwards(budget.delta)}, {budget.relation}, {budget.accountant} accountant{stamp}",
         "spent": upwards(float(c["epsilon_spent"]), 4),
         "charges": mechanism["events"],
         "unit": c["privacy_unit"],
         "neighbours": "present or absent" if added else "replaced by another",
         "happens": "was in the data or not" if added else "was this one or any other",
-        "factor": f"{math.exp(min(budget.epsilon, 700.0)):.3g}",
-        "surest": f"{100 * sure:.3g} %" if budget.epsilon <= SAYS_LITTLE else "",
+        "told": certificates.how_well_told(budget.epsilon),
+        "factor": certificates.odds_factor(budget.epsilon),
+        "surest": f"{upwards(100 * sure, 4)} %" if budget.epsilon <= SAYS_LITTLE else "",
         "mechanism": mechanism["name"][:1].upper() + mechanism["name"][1:],
         "sensitivity": mechanism["sensitivity"],
         "price": mechanism.get("price", "as Gaussian noise of variance sigma²"),
@@ -132,7 +135,8 @@ def _origin(c: dict[str, Any]) -> str:
 
 def shown_classes(release: Path) -> tuple[str, ...]:
     """The classes that `samples.png` has, a row each (see `release.write_release`)."""
-    from datalens.released.release import known_classes, load_generator
+    from datalens.released.release import known_classes
+    from datalens.released.weights import load_generator
 
     generator, names = load_generator(release)
     return tuple(names[label] for label in sorted(known_classes(generator, min(10, len(names))).tolist()))
@@ -195,7 +199,7 @@ def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str)
         curves,
         title=f"{stamp} Budget over the run".strip(),
         x="releases charged",
-        y=f"ε spent (δ = {said(budget.delta)}, {budget.relation})",
+        y=f"ε spent (δ = {upwards(budget.delta)}, {budget.relation})",
         limit=budget.epsilon if math.isfinite(budget.epsilon) else None,
         limit_name=f"budget, by the {budget.accountant} accountant",
     )
@@ -210,6 +214,23 @@ def _table(curves: Sequence[charts.Series]) -> dict[str, Any] | None:
         "head": ("releases charged", *(one.name for one in curves)),
         "rows": [(stop, *(upwards(points[stop], 4) if stop in points else None for points in found)) for stop in stops],
     }
+
+
+def _rounded(line: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Four digits, never so that a release looks more private: noise is rounded down, all else up."""
+    name, times, moved, sigma, *rate = line
+    return name, times, _up(moved), _down(sigma), *(_up(part) for part in rate)
+
+
+def _up(value: float | None) -> str | None:
+    return None if value is None else upwards(value, 4)
+
+
+def _down(value: float | None) -> str | None:
+    """In decimals, and not as minus what is rounded up: zero has no sign."""
+    if value is None:
+        return None
+    return f"{float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal_from_float(value)):.4g}"
 
 
 def grouped(events: Sequence[Event], settings: AnySettings) -> list[tuple[Any, ...]]:

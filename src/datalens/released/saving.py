@@ -29,6 +29,7 @@ ROWS_AT_ONCE = 1_000  # a parquet row group; small, so that viewers can page thr
 METADATA = "metadata.csv"
 CERTIFICATE = "certificate.json"
 CLASSES = "classes.json"
+DRAWN = "sampling.json"
 COLUMNS = ["file_name", "label", "class"]
 
 IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -43,7 +44,7 @@ def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool
     kind = kind_of(path)
     if kind != ".npz":
         mode_of(dataset.images.shape[3])
-    certificate = _certificate_text(dataset.certificate)
+    certificate = _json_text(dataset.certificate, "certificate")
     target = Path(os.path.realpath(path))  # write through a link, rather than replace the link
     staging = target.with_name(f".datalens-{secrets.token_hex(6)}.tmp")
     try:
@@ -82,26 +83,28 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> None:
 
 def _write_npz(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
     grey = dataset.images.shape[3] == 1
-    np.savez_compressed(
-        stream,
-        images=dataset.images[..., 0] if grey else dataset.images,
-        labels=dataset.labels,
-        classes=np.array(dataset.classes, dtype=np.str_),
-        certificate=np.array(certificate),
-    )
+    arrays: dict[str, Any] = {
+        "images": dataset.images[..., 0] if grey else dataset.images,
+        "labels": dataset.labels,
+        "classes": np.array(dataset.classes, dtype=np.str_),
+        "certificate": np.array(certificate),
+    }
+    if dataset.drawn is not None:
+        arrays["drawn"] = np.array(_json_text(dataset.drawn, "way of drawing"))
+    np.savez_compressed(stream, **arrays)
 
 
 def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
     # `datasets` reads its features from this key, and then shows images and class names
     features = {"image": {"_type": "Image"}, "label": {"names": list(dataset.classes), "_type": "ClassLabel"}}
-    schema = pa.schema(
-        [("image", IMAGE_TYPE), ("label", pa.int64())],
-        metadata={
-            "huggingface": json.dumps({"info": {"features": features}}),
-            "datalens.classes": json.dumps(dataset.classes),
-            "datalens.certificate": certificate,
-        },
-    )
+    metadata = {
+        "huggingface": json.dumps({"info": {"features": features}}),
+        "datalens.classes": json.dumps(dataset.classes),
+        "datalens.certificate": certificate,
+    }
+    if dataset.drawn is not None:
+        metadata["datalens.drawn"] = _json_text(dataset.drawn, "way of drawing")
+    schema = pa.schema([("image", IMAGE_TYPE), ("label", pa.int64())], metadata=metadata)
     count = len(dataset.images)
     # PNGs do not repeat, so a dictionary of them would only be built and thrown away
     with (
@@ -123,6 +126,8 @@ def _write_folder(dataset: SyntheticDataset, certificate: str, folder: Path) -> 
         (folder / name).mkdir()
     (folder / CERTIFICATE).write_text(certificate + "\n", encoding="utf-8")
     (folder / CLASSES).write_text(json.dumps(dataset.classes) + "\n", encoding="utf-8")
+    if dataset.drawn is not None:
+        (folder / DRAWN).write_text(_json_text(dataset.drawn, "way of drawing") + "\n", encoding="utf-8")
     with (
         ticks("writing images", len(dataset.images)) as tick,
         (folder / METADATA).open("w", encoding="utf-8", newline="") as stream,
@@ -167,7 +172,7 @@ def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
 
 def _folder_names(classes: tuple[str, ...]) -> list[str]:
     """A plain folder name for each class. Names that had to change, or would clash, end in ~label."""
-    taken = {METADATA, CERTIFICATE, CLASSES}
+    taken = {METADATA, CERTIFICATE, CLASSES, DRAWN}
     names = []
     for label, name in enumerate(classes):
         safe = re.sub(r"[^\w .-]", "_", name).strip(" .")[:48]
@@ -194,11 +199,11 @@ def _png(image: NDArray[np.uint8]) -> bytes:
     return stream.getvalue()
 
 
-def _certificate_text(certificate: dict[str, Any]) -> str:
+def _json_text(fields: dict[str, Any], what: str) -> str:
     try:
-        return json.dumps(certificate, allow_nan=False, indent=2)
+        return json.dumps(fields, allow_nan=False, indent=2)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DatalensError(f"the certificate cannot be written as JSON: {one_line(error)}") from error
+        raise DatalensError(f"the {what} cannot be written as JSON: {one_line(error)}") from error
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

@@ -23,6 +23,11 @@ MAX_PIXELS = 2**31  # pixel values, channels counted: 2 GiB once decoded
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # what a PNG can hold, by channels
 
+# Levels of 255, on average over an image: how far drawing it on another machine may move it. Weights that are off by
+# 1e-5, a hundred times the rounding of float32, move an image by 1.2 at most; others of its class are 5 to 40 away
+# (docs/decisions.md).
+NEARLY = 2.0
+
 _CELL = 64  # pixels, about
 _GAP = 2
 _MAX_ROWS = 10
@@ -31,12 +36,17 @@ _MAX_COLUMNS = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyntheticDataset:
-    """Labelled synthetic images with the certificate they were released under."""
+    """Labelled synthetic images with the certificate they were released under.
+
+    `drawn` says how to draw the same images from the generator again (see `redrawing`): seed, count, balanced, classes
+    and device. Images that came from elsewhere have none, nor have files of version 0.1.0.
+    """
 
     images: NDArray[np.uint8]  # [n, h, w, c]
     labels: NDArray[np.int64]  # [n], an index into `classes`
     classes: tuple[str, ...]
     certificate: dict[str, Any]
+    drawn: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_arrays(self.images.dtype, self.images.shape, self.labels.dtype, self.labels.shape)
@@ -50,6 +60,8 @@ class SyntheticDataset:
             raise DatalensError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
         if not isinstance(self.certificate, dict):
             raise DatalensError("the certificate must be a JSON object")
+        if not isinstance(self.drawn, dict | None):
+            raise DatalensError("how images were drawn must be a JSON object")
 
     def __len__(self) -> int:
         return len(self.images)
@@ -88,7 +100,7 @@ def grid(images: NDArray[np.uint8], labels: NDArray[np.int64], *, per_class: int
     kinds, counts = np.unique(labels, return_counts=True)
     kinds = kinds[:_MAX_ROWS]
     columns = min(per_class, _MAX_COLUMNS, int(counts[:_MAX_ROWS].max()))
-    scale = max(1, round(_CELL / max(h, w)))
+    scale = _scale(h, w)
     step_y, step_x = h * scale + _GAP, w * scale + _GAP
     canvas = np.full((len(kinds) * step_y + _GAP, columns * step_x + _GAP, c), 255, dtype=np.uint8)
     for row, kind in enumerate(kinds):
@@ -97,6 +109,42 @@ def grid(images: NDArray[np.uint8], labels: NDArray[np.int64], *, per_class: int
             y, x = _GAP + row * step_y, _GAP + column * step_x
             canvas[y : y + h * scale, x : x + w * scale] = cell
     return Image.frombytes(mode, (canvas.shape[1], canvas.shape[0]), canvas.tobytes())
+
+
+def cells(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+    """Cut what `grid` made of images of this size into cells [n, y, x, c], each with the lines around it."""
+    pixels = np.asarray(picture).reshape(picture.height, picture.width, -1)
+    scale = _scale(height, width)
+    step_y, step_x = height * scale + _GAP, width * scale + _GAP
+    rows, columns = (picture.height - _GAP) // step_y, (picture.width - _GAP) // step_x
+    return np.stack(
+        [
+            pixels[row * step_y : (row + 1) * step_y + _GAP, column * step_x : (column + 1) * step_x + _GAP]
+            for row in range(rows)
+            for column in range(columns)
+        ]
+    )
+
+
+def more_than_pixels(png: bytes) -> bool:
+    """Whether a PNG holds anything but a picture: text, a second picture, bytes behind its end."""
+    names, at = [], 8
+    while at + 12 <= len(png):
+        names.append(png[at + 4 : at + 8])
+        at += 12 + int.from_bytes(png[at : at + 4])
+    return at != len(png) or names[:1] + names[-1:] != [b"IHDR", b"IEND"] or set(names[1:-1]) != {b"IDAT"}
+
+
+def nearly(images: NDArray[np.uint8], expected: NDArray[np.uint8]) -> bool:
+    """Whether every image [n, …] is the expected one, but for what rounding on another machine may do to it."""
+    if images.shape != expected.shape:
+        return False
+    apart = np.abs(images.astype(np.int16) - expected.astype(np.int16)).reshape(len(images), -1)
+    return bool((apart.mean(axis=1) <= NEARLY).all())
+
+
+def _scale(height: int, width: int) -> int:
+    return max(1, round(_CELL / max(height, width)))
 
 
 def check_arrays(

@@ -1,36 +1,41 @@
 """The check of a release, with nothing but its folder: ε is computed anew, and all that can be compared is."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from datalens.datasets.schema import IMAGE, PERSON, Schema
-from datalens.errors import DatalensError
+from PIL import Image
+
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError, TamperedError
 from datalens.guidance import budget_warnings
-from datalens.pages import MOST_BYTES, REPORT, seal_problem
-from datalens.peers.settings import PeerSettings
+from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
 from datalens.privacy.accountant import AccountantName, side_by_side
-from datalens.privacy.events import DiscreteGaussianEvent, Event, GaussianEvent, SubsampledGaussianEvent, UnknownEvent
+from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
+from datalens.released import checks, report
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
     PAGE,
+    PICTURE,
+    SIGNATURE,
     certificate_bytes,
-    contents,
     file_hash,
+    files_of,
     is_private,
-    lengths,
     own_hash,
     page_bytes,
     read_certificate,
     weights_of,
 )
-from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
+from datalens.released.release import draw_picture
+from datalens.released.synthetic import cells, more_than_pixels, nearly
+from datalens.released.weights import AnyGenerator, read_weights
+from datalens.settings import parse_settings
 
-# What a certificate of version 1, which had no page, did not say yet.
-_NEW = {"": ("declared_public", "chain"), "mechanism": ("price",), "settings": ("noise",)}
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class Verification:
     private: bool
     unit: str  # what is protected
     warnings: tuple[str, ...]  # of promises that hold, and are worth little
+    notes: tuple[str, ...] = ()  # what an older release does not state, so that it is the owner's word
+    certificate: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def events(self) -> int:
@@ -54,38 +61,68 @@ class Verification:
         return side_by_side([(event, 1) for event in self.charged], self.budget.delta)
 
 
-def check_release(release: Path) -> Verification:
-    """Recompute ε from the ledger and compare everything the certificate says that can be compared."""
+def check_release(release: Path, *, redraw: bool = True) -> Verification:
+    """Recompute ε from the ledger and compare everything in the folder that can be compared.
+
+    Args:
+        redraw: also draw the picture and write the page for people anew, and compare; it takes a second or two.
+
+    Raises:
+        DatalensError: it is not a release, or not a whole one.
+        TamperedError: its ledger is no chain.
+    """
     certificate = read_certificate(release)
-    problems = []
     for name in (LEDGER, weights_of(certificate)):
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
-    hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
-    for name in sorted(hashes.keys() | {path.name for path in release.iterdir()} - {CERTIFICATE, REPORT}):
-        if name not in hashes:
-            problems.append(f"{name} is not part of what was certified")
-        elif Path(name).name != name or not (release / name).is_file() or file_hash(release / name) != hashes[name]:
-            problems.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
-    if (release / CERTIFICATE).read_bytes() != certificate_bytes(certificate) or own_hash(certificate) != certificate[
-        "sha256"
-    ].get("certificate"):
-        problems.append(f"{CERTIFICATE} was changed after it was written")
+    problems = _file_problems(release, certificate)
     budget, events = read_ledger(release / LEDGER)
     spent = budget.pricing().epsilon(events, budget.delta)
-    if not spent <= budget.epsilon:
-        problems.append(f"the ledger adds up to {budget.describe(spent)}, over its budget of {budget.epsilon:g}")
-    problems += _disagreements(certificate, budget, events, spent)
-    problems += _page_problems(release, certificate) + _report_problems(release, certificate)
+    problems += _page_problems(release, certificate)
+    notes: list[str] = []
+    try:
+        checks.check_version(certificate.get("version"))
+        claim = checks.Claim(
+            certificate=certificate,
+            settings=parse_settings(certificate["settings"]),
+            schema=Schema.from_dict(certificate["public"]),
+            budget=budget,
+            events=events,
+            spent=spent,
+            weights=read_weights(release / weights_of(certificate)),
+        )
+        problems += checks.problems(claim)
+        notes += checks.notes(claim)
+        if redraw and not problems and not isinstance(claim.weights.model, checks.Classifier):
+            problems += _picture_problems(release, claim.weights.model, claim.schema)
+    except DatalensError as error:
+        problems.append(f"this cannot be: {error}")
+    except _UNREADABLE as error:
+        problems.append(f"the certificate holds something that cannot be read ({type(error).__name__})")
+    wrong, unsaid = _report_problems(release, certificate, redraw=redraw and not problems)
     return Verification(
-        problems=tuple(problems),
+        problems=(*problems, *wrong),
         budget=budget,
         spent=spent,
         charged=events,
         private=is_private(budget, events),
         unit=str(certificate.get("privacy_unit")),
         warnings=_warnings(certificate, budget),
+        notes=(*notes, *unsaid),
+        certificate=certificate,
     )
+
+
+def verified(release: Path) -> dict[str, Any]:
+    """Return the certificate of a release, once it was found to stand.
+
+    Raises:
+        TamperedError: it does not.
+    """
+    found = check_release(release, redraw=False)
+    if found.problems:
+        raise TamperedError(f"the certificate of {release} does not stand ({found.problems[0]}): fetch it again")
+    return found.certificate
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
@@ -94,158 +131,72 @@ def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
     return tuple(budget_warnings(budget, size)) if type(size) is int else ()
 
 
-def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Event, ...], spent: float) -> list[str]:
-    """Where the certificate says something else than its ledger, settings and public facts make it say."""
-    try:
-        settings, schema = parse_settings(certificate["settings"]), Schema.from_dict(certificate["public"])
-        expected = contents(settings, schema, budget, events)
-        if certificate["version"] == 1:
-            expected = _as_of_version_1(expected)
-        stated = float(certificate["epsilon_spent"])
-        if isinstance(settings, PeerSettings):
-            found = _impossible_peer(settings, schema, budget, events)
-        elif isinstance(settings, MomentSettings):
-            found = _impossible_moments(settings, schema, events)
-        elif isinstance(settings, SgdSettings):
-            found = _impossible_sgd(settings, schema, events)
-        else:
-            found = _impossible(settings, budget, events)
-        found += _wrong_unit(settings, schema, events)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, DatalensError) as error:
-        return [f"the certificate holds something that cannot be read ({type(error).__name__})"]
-    if not math.isclose(stated, spent, rel_tol=1e-9, abs_tol=1e-12):
-        found.append(f"the certificate says {stated:g} was spent, the ledger {budget.describe(spent)}")
-    found += [
-        f"the certificate says {name} {certificate.get(name)!r}, its ledger and settings say {value!r}"
-        for name, value in expected.items()
-        if name != "epsilon_spent" and certificate.get(name) != value
-    ]
+def _file_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
+    """A release has exactly its own files, each with the hash that the certificate states."""
+    found = []
+    hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
+    own = files_of(certificate)
+    for path in sorted(release.iterdir()):
+        if path.name not in {*own, CERTIFICATE, REPORT, SIGNATURE}:
+            found.append(f"{path.name} is no file of a release: take it out, whatever it is")
+        elif path.is_symlink() or not path.is_file():
+            found.append(f"{path.name} is no plain file")
+    found += [f"the certificate has a hash of {name}, which is no file of a release" for name in hashes.keys() - own]
+    for name in sorted(own):
+        if not (release / name).is_file():
+            found.append(f"{name} is missing")
+        elif file_hash(release / name) != hashes.get(name):
+            found.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
+    unchanged = (release / CERTIFICATE).read_bytes() == certificate_bytes(certificate)
+    if not unchanged or own_hash(certificate) != certificate["sha256"].get("certificate"):
+        found.append(f"{CERTIFICATE} was changed after it was written")
     return found
 
 
-def _as_of_version_1(contents: dict[str, Any]) -> dict[str, Any]:
-    """Old releases still stand: the same, less what had not been thought of."""
-    old = {name: value for name, value in contents.items() if name not in _NEW[""]} | {"version": 1}
-    for part in ("mechanism", "settings"):
-        old[part] = {name: value for name, value in old[part].items() if name not in _NEW[part]}
-    return old
-
-
 def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
-    """The page must be there, and say what the certificate says."""
-    if certificate.get("version") == 1:
-        return []
-    if not (release / PAGE).is_file():
-        return [f"{PAGE} is missing"]
+    """The page must say what the certificate says."""
     try:
-        same = (release / PAGE).read_bytes() == page_bytes(certificate)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        same = not (release / PAGE).is_file() or (release / PAGE).read_bytes() == page_bytes(certificate)
+    except _UNREADABLE:
         same = False
     return [] if same else [f"{PAGE} does not say what {CERTIFICATE} says"]
 
 
-def _report_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
-    """The page for people is not certified, it may be written anew; but it must be whole, and of this certificate."""
-    if not (release / REPORT).exists():
-        return []
-    if not (release / REPORT).is_file() or (release / REPORT).stat().st_size > MOST_BYTES:
-        return [f"{REPORT} is not a page of ours"]
-    problem = seal_problem((release / REPORT).read_bytes(), str(certificate["sha256"].get("certificate")))
-    return [] if problem is None else [f"{REPORT} {problem}"]
+def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) -> list[str]:
+    """The picture must be what the generator draws, and hold nothing else."""
+    content = (release / PICTURE).read_bytes()
+    if more_than_pixels(content):
+        return [f"{PICTURE} holds something besides a picture"]
+    expected = draw_picture(generator, schema)
+    try:
+        with Image.open(BytesIO(content), formats=("PNG",)) as picture:
+            same = (picture.mode, picture.size) == (expected.mode, expected.size)
+            same = same and nearly(*(cells(one, schema.height, schema.width) for one in (picture, expected)))
+    except (OSError, ValueError, SyntaxError):
+        same = False
+    return [] if same else [f"{PICTURE} is not what the generator draws"]
 
 
-def _impossible(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-    """Settings under which this ledger cannot have come about."""
-    found = []
-    bound = settings.l2_bound
-    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
-    if any(event.sigma != settings.sigma for event in gaussian):
-        found.append("the settings state another sigma than the ledger")
-    if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
-        found.append("the settings state another k or batch than the ledger was charged for")
-    if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
-        found.append(
-            "the ledger has events that are not sums of teachers' votes: they cost " + lengths(settings) + " each"
-        )
-    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
-    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
-        found.append("the settings state another kind of noise than the ledger")
-    if any(event.coordinates != settings.batch * settings.cells for event in discrete):
-        found.append("the settings state another number of coordinates than the ledger")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
-        found.append("the settings are wrong about whether the noise was seeded")
-    if (settings.shares == "balanced") != (budget.relation == "replace-one"):
-        found.append(f"{settings.shares} shares are not private under {budget.relation} at this price")
-    return found
+def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool) -> tuple[list[str], list[str]]:
+    """The page for people is not certified, it may be written anew; but it must be whole, and say the same.
 
-
-def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too.
-
-    What has no noise (DC-GAN) protects nobody, and says so: whose row it was does not matter.
+    Returns problems, and notes: a page that version 0.1.0 wrote cannot be written by this one.
     """
-    units = {event.row_unit for event in events if not isinstance(event, UnknownEvent) and math.isfinite(event.mu)}
-    if schema.by_person and "record" in units:
-        return ["the ledger was charged for single images, not for persons with all of theirs"]
-    if schema.by_person and getattr(settings, "shares", "") == "balanced":
-        return ["shares by position do not keep a person's images together"]
-    if schema.record_unit not in (IMAGE, PERSON) or (not schema.by_person and "person" in units):
-        return [f"the certificate protects one {schema.record_unit}, the ledger was charged for {' and '.join(units)}"]
-    return []
-
-
-def _impossible_moments(settings: MomentSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """The same for a run from moments: which releases there can be, and how long a record's row is in each."""
-    found = []
-    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
-    expected = {RELEASES.index(name): settings.l2_bound(name) for name in settings.releases}
-    # Texture may be missing where an interruption had spent its part.
-    if not {0, 1, 2, 3} <= {event.step for event in gaussian} <= set(expected) or len(gaussian) != len(events):
-        found.append("the ledger has other releases than the settings state")
-    if any(event.row_unit != settings.unit or event.l2_bound != expected.get(event.step) for event in gaussian):
-        found.append("the ledger was charged for rows of another length than the settings state")
-    apart = {RELEASES.index(name): settings.diameter(name) for name in settings.releases}
-    if any(event.diameter < apart.get(event.step, math.inf) for event in gaussian):
-        found.append("the ledger has rows closer together than rows of these releases can be")
-    slots = {RELEASES.index(name): 1 if "norms" in name else len(schema.classes) for name in settings.releases}
-    if any(event.queries != slots.get(event.step) for event in gaussian):
-        found.append("the settings state another number of classes than the ledger")
-    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
-    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
-        found.append("the settings state another kind of noise than the ledger")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
-        found.append("the settings are wrong about whether the noise was seeded")
-    return found
-
-
-def _impossible_peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-    """The same for any other method: every charge must be one that its schedule has, and there must be some."""
-    settings.check(schema)
-    found = [] if events else ["the ledger has no release at all"]
-    shares = getattr(settings, "shares", None)
-    if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
-        found.append(f"{shares} shares are not private under {budget.relation} at this price")
-    for event in events:
-        if isinstance(event, UnknownEvent) or not settings.possible(event, schema, budget):
-            return [*found, "the ledger has other releases than the settings state"]
-    return found
-
-
-def _impossible_sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """The same for a run of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
-    found = []
-    steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
-    unit = "person" if schema.by_person else "record"
-    if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
-        found.append(f"the ledger has other events than steps over sampled {unit}s")
-    if any(event.sigma != settings.sigma * settings.bound for event in steps):
-        found.append("the settings state another sigma, topk or clip than the ledger")
-    if any(event.l2_bound < settings.bound for event in steps):
-        found.append("the ledger was charged for shorter rows than the settings state")
-    if any(event.rate != settings.batch_size / schema.nominal_size for event in steps):
-        found.append("the settings state another batch size than the ledger")
-    if sum(event.repeats for event in steps) > settings.steps:
-        found.append("the ledger has more steps than the settings state")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in steps):
-        found.append("the settings are wrong about whether the noise was seeded")
-    return found
+    path = release / REPORT
+    if not path.exists():
+        return [], []
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return [f"{REPORT} is not a page of ours"], []
+    content = path.read_bytes()
+    problem = seal_problem(content, str(certificate["sha256"].get("certificate")))
+    if problem is not None:
+        return [f"{REPORT} {problem}"], []
+    if page_format(content) < FORMAT and certificate.get("version") == checks.FIRST:
+        return [], [
+            f"{REPORT} was written by an earlier version, and is not compared: `datalens report` writes it anew"
+        ]
+    if page_format(content) != FORMAT:
+        return [f"{REPORT} was written by another version than the certificate: `datalens report` writes it anew"], []
+    if redraw and content != report.page(release):
+        return [f"{REPORT} does not say what {CERTIFICATE} says: `datalens report` writes it anew"], []
+    return [], []

@@ -1,0 +1,153 @@
+"""Signatures on a release, in OpenSSH's format: `ssh-keygen -Y sign` and `-Y verify` read and write the same files.
+
+Signed is certificate.json, which has the hash of every certified file of a release. Hashes alone do not help against
+somebody who writes everything anew; a signature says whose word it is. The format is described in PROTOCOL.sshsig of
+OpenSSH. Keys are Ed25519; the arithmetic is the package cryptography's.
+"""
+
+import base64
+import hashlib
+import importlib.util
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from datalens.errors import DatalensError
+
+NAMESPACE = b"datalens"
+_MAGIC, _KIND, _HASH = b"SSHSIG", b"ssh-ed25519", b"sha512"
+_BEGIN, _END = b"-----BEGIN SSH SIGNATURE-----", b"-----END SSH SIGNATURE-----"
+MOST_BYTES = 2**16  # of a key or a signature
+
+
+def sign(message: bytes, key: Path) -> bytes:
+    """Return the armoured signature of a message by the private key in a file.
+
+    Raises:
+        DatalensError: the file holds no Ed25519 key, or one with a passphrase.
+    """
+    private = _private_key(key)
+    public = _strings(_KIND, private.public_key().public_bytes_raw())
+    signature = _strings(_KIND, private.sign(_signed_data(message)))
+    blob = _MAGIC + struct.pack(">I", 1) + _strings(public, NAMESPACE, b"", _HASH, signature)
+    text = base64.b64encode(blob)
+    lines = [text[at : at + 70] for at in range(0, len(text), 70)]
+    return b"\n".join([_BEGIN, *lines, _END, b""])
+
+
+def signer(message: bytes, signature: bytes) -> bytes:
+    """Return the public key that signed a message (see `fingerprint`), once the signature was found to be right.
+
+    Raises:
+        DatalensError: it is no signature, not for datalens, or of another message.
+    """
+    try:
+        public = _check(message, signature)
+    except (ValueError, struct.error) as error:
+        raise DatalensError(f"it is not a signature that can be read ({error})") from error
+    return public
+
+
+def public_keys(path: Path) -> set[bytes]:
+    """Return the keys in a file with one on each line, such as ~/.ssh/id_ed25519.pub, or OpenSSH's allowed signers."""
+    try:
+        text = path.read_bytes()[:MOST_BYTES].decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise DatalensError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    found = set()
+    for key in re.findall(r"(?m)^[^#\n]*?\bssh-ed25519\s+([A-Za-z0-9+/=]+)", text):
+        blob = base64.b64decode(key)
+        if len(blob) == 51 and blob.startswith(_strings(_KIND)):
+            found.add(blob)
+    if not found:
+        raise DatalensError(
+            f"{path} holds no public key of the kind ssh-ed25519: make one with `ssh-keygen -t ed25519`"
+        )
+    return found
+
+
+def fingerprint(public: bytes) -> str:
+    """Return a key's fingerprint, as `ssh-keygen -l` prints it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(public).digest()).decode().rstrip("=")
+
+
+def _check(message: bytes, signature: bytes) -> bytes:
+    _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    lines = signature[:MOST_BYTES].strip().splitlines()
+    if lines[:1] != [_BEGIN] or lines[-1:] != [_END]:
+        raise ValueError("it does not begin and end as one")
+    blob = base64.b64decode(b"".join(lines[1:-1]), validate=True)
+    if blob[:10] != _MAGIC + struct.pack(">I", 1):
+        raise ValueError("it is of another version")
+    public, namespace, reserved, law, signed = _split(blob[10:], 5)
+    kind, key = _split(public, 2)
+    signed_kind, value = _split(signed, 2)
+    if (kind, signed_kind) != (_KIND, _KIND) or law not in (b"sha512", b"sha256"):
+        raise ValueError("its key is not of the kind ssh-ed25519")
+    if namespace != NAMESPACE:
+        raise ValueError("it was not made for datalens: sign with -n datalens")
+    try:
+        _public_key(key).verify(value, _signed_data(message, law=law, reserved=reserved))
+    except InvalidSignature:
+        raise ValueError("it is of something else") from None
+    return public
+
+
+def _signed_data(message: bytes, *, law: bytes = _HASH, reserved: bytes = b"") -> bytes:
+    return _MAGIC + _strings(NAMESPACE, reserved, law, hashlib.new(law.decode(), message).digest())
+
+
+def _strings(*parts: bytes) -> bytes:
+    """Each with its length before it."""
+    return b"".join(struct.pack(">I", len(part)) + part for part in parts)
+
+
+def _split(blob: bytes, count: int) -> list[bytes]:
+    """Undo `_strings`; nothing may be left over."""
+    found = []
+    for _ in range(count):
+        (size,) = struct.unpack_from(">I", blob)
+        if size > len(blob) - 4:
+            raise ValueError("it was cut")
+        found.append(blob[4 : 4 + size])
+        blob = blob[4 + size :]
+    if blob:
+        raise ValueError("it has something behind its end")
+    return found
+
+
+def available() -> bool:
+    """Whether the package that checks signatures is installed."""
+    return importlib.util.find_spec("cryptography") is not None
+
+
+def _private_key(path: Path) -> Any:
+    serialization, ed25519 = _cryptography()
+    elsewhere = f"sign with `ssh-keygen -Y sign -n {NAMESPACE.decode()} -f {path} release/certificate.json`"
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes()[:MOST_BYTES], password=None)
+    except OSError as error:
+        raise DatalensError(f"cannot read {path}: {error.strerror}") from error
+    except TypeError as error:  # it has a passphrase
+        raise DatalensError(f"{path} has a passphrase, which is not asked for here: {elsewhere}") from error
+    except Exception as error:  # ValueError, UnsupportedAlgorithm
+        raise DatalensError(f"{path} is not a private key of OpenSSH that can be read here: {elsewhere}") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise DatalensError(f"{path} is not a key of the kind ssh-ed25519: make one with `ssh-keygen -t ed25519`")
+    return key
+
+
+def _public_key(key: bytes) -> Any:
+    return _cryptography()[1].Ed25519PublicKey.from_public_bytes(key)
+
+
+def _cryptography() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise DatalensError("signatures need the package cryptography: pip install 'datalens[sign]'") from error
+    return serialization, ed25519

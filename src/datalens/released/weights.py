@@ -1,0 +1,201 @@
+"""The weights file of a release: writing it, and reading it with every size checked. No pickle is written or loaded."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from datalens.errors import DatalensError
+from datalens.released import certificate as certificates
+from datalens.released.classifier import Classifier
+from datalens.released.generator import Architecture, Generator, can_show
+from datalens.released.moments import MomentModel, Start
+from datalens.texture import Texture
+
+# Of a generator that is read: far above any that is written.
+MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
+COUNTS = ("completed", "answered")  # what is said of the training; files of version 0.1.0 have neither
+
+AnyGenerator = Generator | MomentModel
+_DAMAGE = (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """All that a weights file holds.
+
+    `completed`: steps (blocks, releases of moments) that the model learned from. `answered`: queries that teachers
+    answered, where a method charges for these apart. None where the file does not say.
+    """
+
+    model: AnyGenerator | Classifier
+    classes: tuple[str, ...]
+    completed: int | None
+    answered: int | None
+
+
+def save_weights(path: Path, model: AnyGenerator | Classifier, classes: tuple[str, ...], **counts: int | None) -> None:
+    """Write the model with its description, the names of its classes and, of `COUNTS`, those that are given."""
+    if isinstance(model, Generator):
+        key, described = "generator", {"architecture": model.architecture.as_dict()}
+    elif isinstance(model, MomentModel):
+        key, described = "generator", {"moments": {"shape": model.start.shape, "steps": model.steps}}
+    else:
+        key, described = "classifier", model.described()
+    tensors = model.tensors() if isinstance(model, MomentModel) else model.state_dict()
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    said = {name: value for name, value in counts.items() if value is not None}
+    # One key: safetensors writes several in no fixed order, and equal weights would hash differently.
+    metadata = {key: json.dumps({**described, "classes": classes, **said})}
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # also what it makes of a full disk
+        raise DatalensError(f"cannot write {path} ({error}): free some space, then continue with --resume") from error
+
+
+def load_generator(release: Path) -> tuple[AnyGenerator, tuple[str, ...]]:
+    """The generator and the names of its classes."""
+    path = release / certificates.WEIGHTS
+    if not path.is_file():
+        raise DatalensError(f"{release} has no {certificates.WEIGHTS}: is the run finished? continue it with --resume")
+    weights = read_weights(path)
+    assert not isinstance(weights.model, Classifier)
+    return weights.model, weights.classes
+
+
+def load_classifier(release: Path) -> tuple[Classifier, tuple[str, ...]]:
+    """A classifier that `datalens sgd` trained, and the names of its classes."""
+    path = release / certificates.MODEL
+    if not path.is_file():
+        raise DatalensError(f"{release} has no {certificates.MODEL}: was it made by `datalens sgd`?")
+    weights = read_weights(path)
+    assert isinstance(weights.model, Classifier)
+    return weights.model, weights.classes
+
+
+def read_weights(path: Path) -> Weights:
+    """Read a weights file, of which nothing is trusted: every tensor must be one of the model's, of its size and type.
+
+    Raises:
+        DatalensError: it is none of ours, or holds more than a model of ours does.
+    """
+    kind = "classifier" if path.name == certificates.MODEL else "generator"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if set(metadata) != {kind}:
+                raise ValueError("its metadata are others than a model's description")
+            said = json.loads(metadata[kind])
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        classes = tuple(str(name) for name in said.pop("classes"))
+        counts = {name: _count(said.pop(name, None)) for name in COUNTS}
+        model = _model(kind, said, weights, classes)
+    except _DAMAGE as error:
+        raise DatalensError(
+            f"{path} is not a {kind} of ours ({type(error).__name__}): fetch the release again"
+        ) from error
+    return Weights(model=model, classes=classes, **counts)
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or not 0 <= value < 2**62):
+        raise ValueError("a count is a whole number")
+    return value
+
+
+def _model(
+    kind: str, said: dict[str, Any], weights: dict[str, torch.Tensor], classes: tuple[str, ...]
+) -> AnyGenerator | Classifier:
+    if kind == "classifier":
+        return _rebuilt_classifier(said, weights, len(classes)).eval()
+    if set(said) == {"moments"}:
+        return _rebuilt_moments(said["moments"], weights, len(classes))
+    if set(said) != {"architecture"}:
+        raise ValueError("it describes something else")
+    fields = said["architecture"]
+    fields |= {"shape": tuple(fields["shape"]), "widths": tuple(fields["widths"])}
+    generator = _rebuilt(Architecture(**fields), weights)
+    if len(classes) != generator.architecture.classes:
+        raise ValueError("there must be a name for every class")
+    return generator.eval()
+
+
+def _rebuilt_classifier(said: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> Classifier:
+    if set(said) != {"shape", "network"}:
+        raise ValueError("it describes something else")
+    shape = tuple(int(side) for side in said["shape"])
+    if len(shape) not in (1, 3) or not 0 < math.prod(shape) <= MOST_PIXELS or not 0 < classes <= MOST_PIXELS:
+        raise ValueError("no classifier of ours sees images like that")
+    with torch.device("meta"):
+        model = Classifier(shape=shape, classes=classes, network=said["network"])
+    model.load_state_dict(_as_stored(weights, model), assign=True)
+    return model
+
+
+def _as_stored(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies (a file's tensors may share memory with it), once each is of the model's type: no room for more digits."""
+    expected = {name: value.dtype for name, value in model.state_dict().items()}
+    if any(value.dtype != expected.get(name, value.dtype) for name, value in weights.items()):
+        raise ValueError("a tensor is of another type than the model has")
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def _rebuilt(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Generator:
+    """The generator with these weights. Built without memory first: a description may name any size."""
+    a = architecture
+    if any(type(n) is not int for n in (*a.shape, *a.widths, a.classes, a.latent, a.dense, a.cosines)):
+        raise ValueError("sizes are whole numbers")
+    channels, height, width = a.shape
+    pixels = channels * height * width
+    if min(a.shape) < 1 or pixels > MOST_PIXELS or len(a.widths) > MOST_LAYERS:
+        raise ValueError("no generator of ours makes images like that")
+    if not can_show(a.shape, a.cosines):
+        raise ValueError("no generator of ours shows so many cosines")
+    with torch.device("meta"):
+        generator = Generator(architecture)
+    generator.load_state_dict(_as_stored(weights, generator), assign=True)
+    return generator
+
+
+def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> MomentModel:
+    """The model with these tensors, each of the size the others make it."""
+    if set(fields) != {"shape", "steps"}:
+        raise ValueError("it describes something else")
+    channels, height, width = (int(side) for side in fields["shape"])
+    shape, steps = (channels, height, width), int(fields["steps"])
+    if channels > 4 or min(shape) < 1 or channels * height * width > MOST_PIXELS or not 0 <= steps <= MOST_STEPS:
+        raise ValueError("no model of ours makes images like that")
+    coordinates, texture = weights["means"].shape[1], Texture(shape).size if steps else 0
+    head = weights["maps"].shape[-1]
+    expected = {
+        "means": (classes, coordinates),
+        "factors": (classes, coordinates, coordinates),
+        "centre": (texture,),
+        "white": (texture, texture),
+        "before": (classes, texture),
+        "after": (classes, texture),
+        "maps": (classes, head, head),
+    }
+    present = weights["present"]
+    weights = {"sizes": torch.ones(len(present))} | weights  # the first releases had none: classes came evenly
+    expected["sizes"] = (len(present),)
+    if set(weights) != {*expected, "present"} or head > texture or coordinates > channels * height * width:
+        raise ValueError("tensors are missing, or too many")
+    if coordinates * channels * height * width > MOST_PIXELS * 8:  # of the basis that sampling will build
+        raise ValueError("no model of ours makes images like that")
+    if any(weights[name].shape != size or weights[name].dtype != torch.float32 for name, size in expected.items()):
+        raise ValueError("a tensor has another size than the others make it")
+    if present.dtype != torch.int64 or present.dim() != 1 or not len(present) or len(present) > classes:
+        raise ValueError("it names no classes")
+    if not 0 <= int(present.min()) <= int(present.max()) < classes:
+        raise ValueError("it names classes it does not have")
+    if not bool((weights["sizes"] > 0).all() and weights["sizes"].isfinite().all()):
+        raise ValueError("it has classes without records")
+    weights = {name: value.clone() for name, value in weights.items()}
+    start = Start(shape=shape, means=weights.pop("means"), factors=weights.pop("factors"))
+    return MomentModel(start=start, steps=steps, **weights)

@@ -1,0 +1,488 @@
+"""Releases of every method, forged by somebody who knows the format and sets all hashes right: `verify` must refuse."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from datalens import check_release
+from datalens.datasets.schema import Schema
+from datalens.pages import REPORT, sealed
+from datalens.privacy.ledger import read_ledger
+from datalens.released.certificate import (
+    CERTIFICATE,
+    LEDGER,
+    MODEL,
+    PAGE,
+    PICTURE,
+    WEIGHTS,
+    certificate_bytes,
+    contents,
+    own_hash,
+    page_bytes,
+)
+from datalens.settings import parse_settings
+from tests.e2e.conftest import call
+
+Lines = list[dict[str, Any]]
+
+QUICK = ("train", "--data", "digits", "--preset", "quick")
+METHODS: dict[str, tuple[str, ...]] = {
+    "moments": ("train", "--data", "digits", "--epsilon", "4", "--coordinates", "6", "--texture", "6"),
+    "topagg": (*QUICK, "--warm-start", "off", "--teachers", "20", "--steps", "6", "--batch", "10"),
+    "dpgan": (*QUICK, "--method", "dpgan", "--epsilon", "8", "--steps", "2"),
+    "dpsgd-gan": (*QUICK, "--method", "dpsgd-gan", "--epsilon", "8", "--steps", "2"),
+    "gswgan": (*QUICK, "--method", "gswgan", "--epsilon", "8", "--teachers", "4", "--steps", "3", "--batch", "4"),
+    "pategan": (*QUICK, "--method", "pategan", "--teachers", "20", "--steps", "3", "--batch", "10"),
+    "gpate": (*QUICK, "--method", "gpate", "--epsilon", "8", "--teachers", "20", "--steps", "3", "--batch", "4"),
+    "dpmerf": (*QUICK, "--method", "dpmerf", "--steps", "3"),
+    "dcgan": (*QUICK, "--method", "dcgan", "--epsilon", "inf", "--steps", "3"),
+    "sgd": ("sgd", "--data", "digits", "--epsilon", "4", "--epochs", "3", "--batch-size", "256"),
+}
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trained once each, and only those that are asked for."""
+    made: dict[str, Path] = {}
+
+    def get(method: str) -> Path:
+        if method not in made:
+            run = tmp_path_factory.mktemp(method) / "run"
+            extra = ("--threshold", "0.1") if method == "gpate" else ()
+            call(*METHODS[method], *extra, "--out", run).succeeded()
+            made[method] = run / "release"
+        return made[method]
+
+    return get
+
+
+@pytest.fixture
+def release_of(originals: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    return lambda method: Path(shutil.copytree(originals(method), tmp_path / method))
+
+
+# --- the forger's tools ---------------------------------------------------------------------------------------------
+
+
+def lines_of(release: Path) -> Lines:
+    return [json.loads(line) for line in (release / LEDGER).read_bytes().splitlines()]
+
+
+def put_lines(release: Path, lines: Lines) -> None:
+    """A whole new chain with right hashes."""
+    previous, content = "0" * 64, b""
+    for number, fields in enumerate(lines):
+        body = {k: v for k, v in fields.items() if k not in ("hash", "previous")} | {"previous": previous}
+        body |= {} if number == 0 else {"number": number - 1}
+        previous = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        content += json.dumps({**body, "hash": previous}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    (release / LEDGER).write_bytes(content)
+
+
+def reseal(release: Path, *, also: tuple[str, ...] = (), **settings: Any) -> None:
+    """A certificate that follows from the forged ledger and settings in everything, and every hash right again."""
+    old = json.loads((release / CERTIFICATE).read_text())
+    changed, schema = parse_settings({**old["settings"], **settings}), Schema.from_dict(old["public"])
+    budget, events = read_ledger(release / LEDGER)
+    new = contents(changed, schema, budget, events, version=old["version"]) | {"versions": old["versions"]}
+    files = [name for name in (LEDGER, WEIGHTS, MODEL, PICTURE, *also) if (release / name).exists()]
+    new["sha256"] = {name: hashlib.sha256((release / name).read_bytes()).hexdigest() for name in files}
+    (release / PAGE).write_bytes(page_bytes(new))
+    new["sha256"][PAGE] = hashlib.sha256((release / PAGE).read_bytes()).hexdigest()
+    new["sha256"]["certificate"] = own_hash(new)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(new))
+    (release / REPORT).unlink(missing_ok=True)  # it is written anew from the others
+
+
+def problem(release: Path) -> str:
+    """What `verify` says first. The hashes are not it: they were set right."""
+    found = check_release(release).problems
+    assert found, "the forged release stands"
+    assert not [line for line in found if "SHA-256" in line or "changed after" in line]
+    return found[0]
+
+
+def weights_of(release: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+    path = release / (MODEL if (release / MODEL).exists() else WEIGHTS)
+    with safe_open(path, "pt") as file:
+        ((key, said),) = file.metadata().items()
+    return path, load_file(path), {key: json.loads(said)}
+
+
+def put_weights(path: Path, tensors: dict[str, torch.Tensor], described: dict[str, Any]) -> None:
+    save_file(tensors, path, {key: json.dumps(value) for key, value in described.items()})
+
+
+# --- honest releases ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_honest_release_stands_and_states_what_it_learned_from(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    found = check_release(release)
+    assert found.problems == found.notes == ()
+    said = next(iter(weights_of(release)[2].values()))
+    steps = {"topagg": 6, "moments": 8, "sgd": 17, "dpmerf": 1, "dpgan": 2, "dpsgd-gan": 2}
+    assert said["completed"] == steps.get(method, 3)
+    assert ("answered" in said) == (method == "gpate")
+    reseal(release)  # the forger's tools are right: what is caught below is the lie, not a clumsy hash
+    assert check_release(release).problems == ()
+
+
+# --- charges left out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("dcgan", "dpmerf", "moments")])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_ledger_with_few_of_many_charges_is_refused(
+    method: str, kept: int, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    put_lines(release, lines_of(release)[: 1 + kept])
+    reseal(release)
+    assert "no release at all" in problem(release) if kept == 0 else "the ledger has charges for" in problem(release)
+
+
+@pytest.mark.parametrize("method", ["topagg", "dpgan", "pategan", "gswgan", "sgd"])
+def test_a_charge_left_out_in_the_middle_is_refused_in_old_releases_too(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    forget_counts(release)
+    lines = lines_of(release)
+    put_lines(release, [lines[0], *lines[2:]])
+    reseal(release)
+    assert "gaps" in problem(release)
+
+
+def forget_counts(release: Path) -> None:
+    """As datalens 0.1.0 wrote it."""
+    path, tensors, described = weights_of(release)
+    for said in described.values():
+        said.pop("completed")
+        said.pop("answered", None)
+    put_weights(path, tensors, described)
+    certificate = json.loads((release / CERTIFICATE).read_text()) | {"version": 2}
+    (release / CERTIFICATE).write_text(json.dumps(certificate))
+    reseal(release)
+
+
+def cheaper_budget(release: Path, epsilon: float) -> None:
+    lines = lines_of(release)
+    lines[0]["epsilon"] = epsilon
+    put_lines(release, lines)
+
+
+@pytest.mark.parametrize("method", ["topagg", "sgd", "dpgan", "gpate"])
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+def test_a_smaller_budget_with_charges_left_out_is_refused(
+    method: str, old: bool, release_of: Callable[[str], Path]
+) -> None:
+    """What is guaranteed is the budget. It must cover the steps that the settings state, charged or not."""
+    release = release_of(method)
+    if old:
+        forget_counts(release)
+    lines = lines_of(release)
+    put_lines(release, lines[:2])
+    budget, events = read_ledger(release / LEDGER)
+    cheaper_budget(release, 1.001 * budget.pricing().epsilon(events, budget.delta))
+    reseal(release)
+    assert any("over the budget" in line for line in check_release(release).problems)
+
+
+def test_gpate_without_its_answers_charges_is_refused(release_of: Callable[[str], Path]) -> None:
+    release = release_of("gpate")
+    lines = lines_of(release)
+    checks = [line for line in lines[1:] if line["event"]["diameter"] == line["event"]["l2_bound"]]
+    assert len(checks) == 3 < len(lines) - 1
+    put_lines(release, [lines[0], *checks])
+    reseal(release)
+    assert "queries were answered, the ledger has charges for 0" in problem(release)
+
+
+def test_texture_that_nobody_paid_for_is_refused(release_of: Callable[[str], Path]) -> None:
+    release = release_of("moments")
+    put_lines(release, lines_of(release)[:5])
+    path, tensors, described = weights_of(release)
+    described["generator"]["completed"] = 4
+    put_weights(path, tensors, described)
+    reseal(release)
+    assert "texture, and the ledger no charges for it" in problem(release)
+    reseal(release, texture=0, texture_steps=0)
+    assert check_release(release).problems
+
+
+# --- charges that are others ----------------------------------------------------------------------------------------
+
+
+def test_moments_with_louder_noise_than_was_drawn_are_refused(release_of: Callable[[str], Path]) -> None:
+    """σ follows from the settings, the budget and what was charged before."""
+    for which in (None, 3):
+        release = release_of("moments")
+        lines = lines_of(release)
+        for number, line in enumerate(lines[1:]):
+            line["event"]["sigma"] *= 20 if which in (None, number) else 1
+        put_lines(release, lines)
+        reseal(release)
+        assert "settings and budget make it" in problem(release)
+        shutil.rmtree(release)
+
+
+def test_a_sampling_rate_other_than_batch_by_size_is_refused(release_of: Callable[[str], Path]) -> None:
+    for method in ("dpgan", "dpsgd-gan"):
+        release = release_of(method)
+        lines = lines_of(release)
+        rate = lines[1]["event"]["rate"] / 50
+        for line in lines[1:]:
+            line["event"]["rate"] = rate
+        put_lines(release, lines)
+        reseal(release, rate=rate)
+        assert "sampling rate" in problem(release)
+
+
+def test_events_of_another_mechanism_are_refused(release_of: Callable[[str], Path]) -> None:
+    """Laplace noise in a run of TopAgg."""
+    release = release_of("topagg")
+    lines = lines_of(release)
+    for line in lines[1:]:
+        event = {name: line["event"][name] for name in ("row_unit", "relation", "queries", "step", "noise")}
+        line["event"] = {"kind": "discrete-laplace", "moved": 2, "scale": 1e6, **event}
+    put_lines(release, lines)
+    reseal(release)
+    assert any("other releases than sums of teachers' votes" in line for line in check_release(release).problems)
+
+
+@pytest.mark.parametrize(("method", "tolerance"), [("sgd", 2e-2), ("moments", 1e-8)])
+def test_a_price_by_another_version_of_the_libraries_stands_and_no_other_does(
+    method: str, tolerance: float, release_of: Callable[[str], Path]
+) -> None:
+    """PRV answers to within twice the error it is asked for; closed forms to the last digits."""
+    for off, stands in ((0.9, True), (-0.9, True), (-1.5, False), (1.5, False)):
+        release = release_of(method)
+        certificate = json.loads((release / CERTIFICATE).read_text())
+        spent = certificate["epsilon_spent"]
+        certificate["epsilon_spent"] = spent + off * (tolerance if method == "sgd" else 1e-9 * spent)
+        restate(release, certificate)
+        found = check_release(release).problems
+        assert (found == ()) == stands, (off, found)
+        assert stands or "was spent, the ledger" in found[0]
+        shutil.rmtree(release)
+
+
+def restate(release: Path, certificate: dict[str, Any]) -> None:
+    """A certificate with another text, on the page too, and every hash right."""
+    hashes = certificate.pop("sha256")
+    hashes.pop("certificate")
+    (release / PAGE).write_bytes(page_bytes({**certificate, "sha256": hashes}))
+    certificate["sha256"] = hashes | {PAGE: hashlib.sha256((release / PAGE).read_bytes()).hexdigest()}
+    certificate["sha256"]["certificate"] = own_hash(certificate)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(certificate))
+    (release / REPORT).unlink(missing_ok=True)
+
+
+def test_a_run_whose_ledger_was_cut_does_not_stand_and_does_not_go_on(
+    originals: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(originals("topagg").parent, tmp_path / "run"))
+    lines = (run / LEDGER).read_bytes().splitlines(keepends=True)
+    (run / LEDGER).write_bytes(b"".join(lines[:3]))
+    assert "lacks charges that the release states" in call("verify", run).out
+    assert "has 2 charges, but" in call("train", "--out", run, "--resume").refused()
+    (run / LEDGER).write_bytes(b"".join(lines))
+    call("train", "--out", run, "--resume").succeeded()
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["moments", "sgd"])
+def test_a_file_that_no_release_has_is_refused_though_its_hash_is_named(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    np.savez(release / "records.npz", images=np.zeros((3, 8, 8)))
+    reseal(release, also=("records.npz",))
+    assert "records.npz is no file of a release" in problem(release)
+    (release / "records.npz").unlink()
+    assert any("records.npz" in line for line in check_release(release).problems)  # a hash of something
+
+
+def test_a_folder_or_a_link_in_a_release_is_refused(release_of: Callable[[str], Path], tmp_path: Path) -> None:
+    release = release_of("moments")
+    (release / "images").mkdir()
+    assert "images is no file of a release" in problem(release)
+    (release / "images").rmdir()
+    os.replace(release / PICTURE, tmp_path / "elsewhere.png")
+    (release / PICTURE).symlink_to(tmp_path / "elsewhere.png")
+    assert "no plain file" in problem(release)
+
+
+@pytest.mark.parametrize("name", [LEDGER, WEIGHTS, PICTURE, PAGE])
+def test_every_file_is_required(name: str, release_of: Callable[[str], Path]) -> None:
+    release = release_of("moments")
+    (release / name).unlink()
+    assert call("verify", release).code != 0
+    if name == PICTURE:
+        reseal(release)
+        assert problem(release) == f"{PICTURE} is missing"
+
+
+@pytest.mark.parametrize("method", ["moments", "topagg", "sgd"])
+def test_a_tensor_that_no_model_has_is_refused(method: str, release_of: Callable[[str], Path]) -> None:
+    release = release_of(method)
+    path, tensors, described = weights_of(release)
+    put_weights(path, {**tensors, "records": torch.zeros(3, 8, 8)}, described)
+    reseal(release)
+    assert "is not a" in problem(release) and path.name in problem(release)
+
+
+@pytest.mark.parametrize("method", ["moments", "topagg", "sgd"])
+def test_weights_that_describe_something_else_are_refused(method: str, release_of: Callable[[str], Path]) -> None:
+    for where in ("beside", "inside"):
+        release = release_of(method)
+        path, tensors, described = weights_of(release)
+        (described if where == "beside" else next(iter(described.values())))["records"] = "AAAA"
+        put_weights(path, tensors, described)
+        reseal(release)
+        assert "is not a" in problem(release)
+        shutil.rmtree(release)
+
+
+def test_weights_with_more_digits_than_a_model_has_are_refused(release_of: Callable[[str], Path]) -> None:
+    for method in ("topagg", "sgd"):
+        release = release_of(method)
+        path, tensors, described = weights_of(release)
+        put_weights(path, {k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}, described)
+        reseal(release)
+        assert "is not a" in problem(release)
+
+
+def test_a_model_of_another_kind_or_size_is_refused(
+    release_of: Callable[[str], Path], originals: Callable[[str], Path]
+) -> None:
+    for method, other in (("moments", "topagg"), ("topagg", "moments"), ("topagg", "gswgan")):
+        release = release_of(method)
+        shutil.copyfile(originals(other) / WEIGHTS, release / WEIGHTS)
+        path, tensors, described = weights_of(release)
+        described["generator"]["completed"] = 1
+        put_weights(path, tensors, described)
+        reseal(release)
+        assert "than the settings state" in problem(release)
+        shutil.rmtree(release)
+
+
+def test_a_picture_of_something_else_is_refused(release_of: Callable[[str], Path]) -> None:
+    """One cell of a hundred is enough."""
+    release = release_of("moments")
+    with Image.open(release / PICTURE) as picture:
+        pixels = np.array(picture)
+    pixels[70:130, 70:130] = 255 - pixels[70:130, 70:130]
+    Image.fromarray(pixels).save(release / PICTURE)
+    reseal(release)
+    assert problem(release) == f"{PICTURE} is not what the generator draws"
+
+
+def test_what_is_hidden_behind_a_picture_is_refused(release_of: Callable[[str], Path]) -> None:
+    release = release_of("moments")
+    content = (release / PICTURE).read_bytes()
+    text = PngImagePlugin.PngInfo()
+    text.add_text("records", "AAAA")
+    out = io.BytesIO()
+    with Image.open(release / PICTURE) as picture:
+        picture.save(out, format="png", pnginfo=text)
+    for forged in (content + b"records", out.getvalue()):
+        (release / PICTURE).write_bytes(forged)
+        reseal(release)
+        assert problem(release) == f"{PICTURE} holds something besides a picture"
+
+
+@pytest.mark.parametrize("where", ["a field", "a version", "the ledger"])
+def test_room_for_anything_else_is_refused(where: str, release_of: Callable[[str], Path]) -> None:
+    release = release_of("moments")
+    if where == "the ledger":
+        lines = lines_of(release)
+        lines[1]["records"] = "AAAA"
+        put_lines(release, lines)
+        assert "does NOT stand" in call("verify", release).out
+        return
+    certificate = json.loads((release / CERTIFICATE).read_text())
+    (certificate if where == "a field" else certificate["versions"])["records"] = "AAAA" * 30
+    certificate["sha256"].pop("certificate")
+    certificate["sha256"]["certificate"] = own_hash(certificate)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(certificate))
+    (release / REPORT).unlink()
+    assert "the certificate" in problem(release)
+
+
+# --- the page for people --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["moments", "sgd"])
+def test_a_report_with_other_numbers_is_refused_though_it_is_sealed_anew(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    page = (release / REPORT).read_bytes()
+    body = page[: page.rindex(b"<!-- sha256 of everything above")]
+    assert sealed(body) == page
+    forged = body.replace("ε = 4".encode(), "ε = 0.4".encode())
+    assert forged != body
+    (release / REPORT).write_bytes(sealed(forged))
+    assert f"{REPORT} does not say what {CERTIFICATE} says" in problem(release)
+    for claimed in (b"1", b"3"):  # as if another version had written it
+        other = forged.replace(b'name="datalens-page" content="2"', b'name="datalens-page" content="' + claimed + b'"')
+        assert other != forged
+        (release / REPORT).write_bytes(sealed(other))
+        assert f"{REPORT} was written by another version" in problem(release)
+    call("report", release).succeeded()
+    assert check_release(release).problems == ()
+
+
+def test_a_report_of_the_first_version_is_said_not_to_be_compared(release_of: Callable[[str], Path]) -> None:
+    release = release_of("moments")
+    forget_counts(release)
+    call("report", release).succeeded()
+    page = (release / REPORT).read_bytes()
+    body = page[: page.rindex(b"<!-- sha256 of everything above")]
+    (release / REPORT).write_bytes(sealed(body.replace(b'<meta name="datalens-page" content="2">\n', b"")))
+    found = check_release(release)
+    assert found.problems == ()
+    assert any(REPORT in note and "not compared" in note for note in found.notes)
+    assert f"not stated: {REPORT}" in call("verify", release).succeeded().out
+    assert call("verify", release, "--json").succeeded().json["not_stated"] == list(found.notes)
+
+
+# --- what sample says -----------------------------------------------------------------------------------------------
+
+
+def test_an_edited_certificate_is_not_repeated(release_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """By `sample`, and from Python."""
+    from datalens import DataLens
+
+    release = release_of("moments")
+    certificate = json.loads((release / CERTIFICATE).read_text())
+    certificate["statement"] = certificate["statement"].replace("(4,", "(0.1,")
+    certificate["budget"]["epsilon"] = 0.1
+    (release / CERTIFICATE).write_bytes(certificate_bytes(certificate))
+    line = call("sample", release, "--out", tmp_path / "s.npz", "--count", 3).refused()
+    assert "does not stand" in line and not (tmp_path / "s.npz").exists()
+    model = DataLens()
+    model._keep(release, None)  # type: ignore[arg-type]
+    from datalens.errors import TamperedError
+
+    with pytest.raises(TamperedError):
+        _ = model.certificate
