@@ -15,7 +15,7 @@ from datalens.config import TrainOptions
 from datalens.datasets import formats
 from datalens.datasets.own import Reading
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.guidance import hopeless, warnings
+from datalens.guidance import hopeless, read_off_warnings, warnings
 from datalens.job import Job, make_job
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import code_of
@@ -312,8 +312,8 @@ def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -
 
     check_enough(data.count, teachers)
     assert job.budget is not None
-    if job.schema.read_off:
-        say(f"{job.schema.name}: {job.schema.note} (docs/data.md)")
+    for line in read_off_warnings(job.schema):
+        say(f"warning: {line}")
     return Run.create(
         options.out,
         options=job.options,

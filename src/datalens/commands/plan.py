@@ -52,7 +52,7 @@ class Plan:
     def __call__(self) -> int:
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
-        from datalens.guidance import costs, expect, suggestion, warnings
+        from datalens.guidance import costs, expect, read_off_warnings, suggestion, warnings
         from datalens.peers.settings import PeerSettings
         from datalens.plan import make_plan
         from datalens.privacy.ledger import json_number
@@ -63,7 +63,8 @@ class Plan:
         looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         parts = costs(settings, schema, budget)
-        expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
+        expected = expect(settings, schema, budget)
+        heard = warnings(budget, schema, settings) + read_off_warnings(schema)
         if isinstance(settings, PeerSettings):
             how, signal = settings.said(), settings.signal
         elif isinstance(settings, MomentSettings):

@@ -48,6 +48,7 @@ class Verify:
             "events": found.events,
             "private": found.private,
             "problems": problems,
+            "warnings": list(found.warnings),
         }
         stamp = "" if found.private else " NOT PRIVATE."
         verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"

@@ -7,7 +7,7 @@ from typing import Any
 
 from datalens.datasets.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
-from datalens.guidance import budget_warnings
+from datalens.guidance import budget_warnings, read_off_warnings
 from datalens.pages import MOST_BYTES, REPORT, seal_problem
 from datalens.peers.settings import PeerSettings
 from datalens.privacy.accountant import AccountantName, side_by_side
@@ -25,6 +25,7 @@ from datalens.released.certificate import (
     own_hash,
     page_bytes,
     read_certificate,
+    statement,
     weights_of,
 )
 from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings, parse_settings
@@ -89,9 +90,11 @@ def check_release(release: Path) -> Verification:
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
-    public = certificate.get("public")
-    size = public.get("nominal_size") if isinstance(public, dict) else None
-    return tuple(budget_warnings(budget, size)) if type(size) is int else ()
+    try:
+        schema = Schema.from_dict(certificate["public"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ()  # which is a problem of its own
+    return (*budget_warnings(budget, schema.nominal_size), *read_off_warnings(schema))
 
 
 def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Event, ...], spent: float) -> list[str]:
@@ -99,6 +102,9 @@ def _disagreements(certificate: dict[str, Any], budget: Budget, events: tuple[Ev
     try:
         settings, schema = parse_settings(certificate["settings"]), Schema.from_dict(certificate["public"])
         expected = contents(settings, schema, budget, events)
+        unqualified = statement(budget, private=expected["private"], unit=schema.record_unit)
+        if certificate.get("statement") == unqualified:
+            expected["statement"] = unqualified  # as 0.1.0 wrote it; `_warnings` says on what it rests
         if certificate["version"] == 1:
             expected = _as_of_version_1(expected)
         stated = float(certificate["epsilon_spent"])
