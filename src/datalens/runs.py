@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKPOINT_SECONDS = 20.0
-# Past this size the journal alone carries a resumed run: replaying steps is cheaper than writing them.
+# Past this size the journal, where a method keeps one, carries a resumed run: replaying is cheaper than writing.
 CHECKPOINT_BYTES = 4 * 2**30
 
 
@@ -232,7 +232,7 @@ class Run:
 
         A kill at any moment leaves the old `latest` with its files, or the new one with its own.
         """
-        if teachers.state_bytes() > CHECKPOINT_BYTES:
+        if teachers.state_bytes() > CHECKPOINT_BYTES and self.journal.find(self.ledger, step=step - 1) is not None:
             return
         folder = self.path / "checkpoints"
         names = teachers.save(step)
