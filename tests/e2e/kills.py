@@ -101,6 +101,7 @@ def one(folder: Path, number: int, moment: float, twin: str | None) -> dict[str,
     return {
         "unfinished": bool(unfinished) or code != 0,
         "lost": len(steps) - len(set(steps)) + (1 if "too much to release" in said else 0),
+        "fell_back": "differ from their class's mean" in said,  # finished, but without covariances
         "problems": [f"kill {number}: {problem}" for problem in problems if problem not in unfinished],
         "charged": faults.charges_in(ledgers[0]),
         "windows": windows(seen),
@@ -142,6 +143,7 @@ def kill(count: int, seed: int, *, twin: str | None = None) -> dict[str, Any]:
         "kills": len(found),
         "unfinished": sum(killed["unfinished"] for killed in found),
         "lost_charges": sum(killed["lost"] for killed in found),
+        "without_covariances": sum(killed["fell_back"] for killed in found),
         "before_the_first_charge": sum(killed["charged"] == 0 for killed in found),
         "window_ms": {"median": round(statistics.median(between), 2), "largest": round(max(between), 2)},
         "problems": [problem for killed in found for problem in killed["problems"]],
@@ -163,7 +165,8 @@ def say(found: dict[str, Any]) -> None:
     """The figure in words."""
     sys.stderr.write(
         f"{found['kills']} runs of the default method, each killed at a random moment: {found['unfinished']} could not "
-        f"be finished, {found['lost_charges']} charges were lost, {len(found['problems'])} promises broken; from a "
+        f"be finished, {found['without_covariances']} were finished without covariances, {found['lost_charges']} "
+        f"charges were lost, {len(found['problems'])} promises broken; from a "
         f"charge to its value in the journal {found['window_ms']['median']} ms (largest "
         f"{found['window_ms']['largest']} ms).\n"
     )
