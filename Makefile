@@ -12,7 +12,7 @@ help:
 	@echo "make docs       the site, into site/; make test builds it too, and runs the code on its pages"
 	@echo "make test-slow  tests that take minutes or need the network"
 	@echo "make browser    the report in a real Chromium, which must be installed"
-	@echo "make faults     200 injected faults: crashes, full disks, second writers"
+	@echo "make faults     60 kills at random moments, 200 injected faults: crashes, full disks, second writers"
 	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
 	@echo "make check      ruff, mypy, import contracts"
 	@echo "make pythons    the wheel, installed and tried on every Python from 3.11 to 3.13 that is at hand"
@@ -57,6 +57,7 @@ browser: $(STAMP)
 	DATALENS_BROWSER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
 
 faults: $(STAMP)
+	$(BIN)/python tests/e2e/kills.py --kills 60
 	$(BIN)/python tests/e2e/faults.py --faults 200
 
 mutation: $(STAMP)

@@ -64,6 +64,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/mechanisms.py": (
         *("unit/test_mechanisms.py", "unit/test_exact_noise.py", "unit/test_ledger.py", "statistical/test_noise.py"),
         *("statistical/test_discrete_noise.py", "unit/test_survivors.py", "unit/test_third_party.py"),
+        "unit/test_held_noise.py",
     ),
     "privacy/budget.py": ("unit/test_data_budget.py",),
     "privacy/reserve.py": ("unit/test_data_budget.py",),
@@ -81,7 +82,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/responses.py": ("unit/test_votes.py",),
     "privacy/noise.py": (
         *("unit/test_exact_noise.py", "statistical/test_noise.py", "unit/test_mechanisms.py"),
-        "unit/test_survivors.py",
+        *("unit/test_survivors.py", "unit/test_held_noise.py"),
     ),
     "privacy/exact.py": ("unit/test_exact_noise.py", "statistical/test_discrete_noise.py", "unit/test_survivors.py"),
     "privacy/events.py": (

@@ -70,13 +70,15 @@ class DataLens(BaseEstimator):
     - `nominal_size`: about how many records there are, declared public. Left out, the true number is declared public,
       with a warning: under add-remove it is private, since whoever knows all other records can tell from it whether
       yours is there. (Under replace-one it is public anyway.)
-    - `classes`: the labels there can be, declared public. Left out, those that occur are.
+    - `classes`: the labels there can be, declared public. Left out, those that occur are, with a warning, and the
+      certificate's sentence says that it rests on that: the only record of a class gives itself away.
     - `name`: of the data set, for the certificate.
     - `seed`: of training randomness. Privacy noise comes from the operating system.
     - `budget`: folder of the data set's own budget (docs/budget.md).
     - `group_name`: what the ids given to `fit` as `groups` are, such as "patient". Needed with `budget`, which must
       not add up what was paid for visits and for patients.
-    - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again.
+    - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again, as it was
+      begun: with another `budget`, or one where it had none, it is refused.
     - `options`: any other option of `datalens train`, such as `{"coordinates": 100}`.
 
     Examples:
@@ -169,10 +171,18 @@ class DataLens(BaseEstimator):
             name=self.name,
             size_is_public=self.relation == "replace-one",
         )
+        if "classes" in records.schema.given:
+            warnings.warn(
+                "the labels that occur are declared public, and the only record of a class gives itself away by them: "
+                "say which there can be with classes=",
+                stacklevel=2,
+            )
         home = Scratch()  # for the owner's eyes only; gone with the model, or, if this is killed, when the next is made
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         asked = self._asked(run, group_name=self.group_name if groups is not None else None)
-        train(asked, given={*_OWN, *(self.options or {}), "noise_seed"} - {"device"}, records=records)
+        given = {*_OWN, *(self.options or {}), "noise_seed"} - {"device"}
+        given |= {name for name in ("budget", "record_id") if getattr(asked, name) is not None}
+        train(asked, given=given, records=records)
         if self.out is None:  # all but the release is private, and nobody asked for it
             for path in run.iterdir():
                 if path.name != "release":

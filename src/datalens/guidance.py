@@ -127,6 +127,18 @@ def nothing_stands_out(schema: Schema, ledger: Ledger) -> str:
     )
 
 
+def read_off_warnings(schema: Schema) -> list[str]:
+    """What no noise protects, since it was read off the data and goes into the release as it is."""
+    if not schema.read_off:
+        return []
+    return [
+        f"read off the data of {schema.name}, and so declared public: {schema.given}. One record can decide it: the "
+        "only one of its class gives itself away. The guarantee holds given that this is public; to declare it without "
+        "a look at the data, say classes= and nominal_size= in Python, or --classes, --image-size and --grayscale "
+        "(docs/data.md)"
+    ]
+
+
 def budget_warnings(budget: Budget, nominal_size: int) -> list[str]:
     """Of promises that are worth little."""
     found = []

@@ -82,6 +82,11 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
     for name, value in asked.items():
         named = name in PROMISED or getattr(options, name) != defaults[name] if given is None else name in given
         if named and value != begun.get(name):
+            if name == "budget" and begun.get(name) is None:
+                raise DatalensError(
+                    f"{options.out} was begun without a budget, so nothing is reserved for it: leave the budget out, "
+                    "or begin another run, in another folder"
+                )
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )

@@ -3,7 +3,7 @@
 All but `release/` is private: folders have mode 0700, files 0600.
 
 config.json      what was asked for and what is done
-ledger.jsonl     every charge, durable before its noise was drawn
+ledger.jsonl     every charge, durable before its noise was used
 metrics.jsonl    for the owner: losses and the like are not covered by ε
 checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
                  (teachers are made of records: whoever has them has something of every record)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKPOINT_SECONDS = 20.0
-# Past this size the journal alone carries a resumed run: replaying steps is cheaper than writing them.
+# Past this size the journal, where a method keeps one, carries a resumed run: replaying is cheaper than writing.
 CHECKPOINT_BYTES = 4 * 2**30
 
 
@@ -98,6 +98,7 @@ class Run:
         self._board: Board | None = None
         self.ledger = Ledger.open(path / "ledger.jsonl")
         self.journal = Journal(path / "journal", self.ledger)
+        self.ledger.make_room = self.journal.make_room
         try:
             check_whole(path, settings=self.settings, ledger=self.ledger, checkpoint=path / "checkpoints" / LATEST)
         except BaseException:
@@ -177,6 +178,7 @@ class Run:
             if self._board is not None:
                 self._board.close()
         finally:
+            self.journal.close()
             self.ledger.close()
             self._lock.close()
 
@@ -238,7 +240,7 @@ class Run:
 
         A kill at any moment leaves the old `latest` with its files, or the new one with its own.
         """
-        if teachers.state_bytes() > CHECKPOINT_BYTES:
+        if teachers.state_bytes() > CHECKPOINT_BYTES and self.journal.find(self.ledger, step=step - 1) is not None:
             return
         folder = self.path / "checkpoints"
         names = teachers.save(step)
@@ -301,7 +303,11 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]
         save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, draft, metadata=facts)
     except SafetensorError as error:  # also what it makes of a full disk
         draft.unlink(missing_ok=True)
-        raise DatalensError(f"cannot write {draft} ({error}): free some space, then continue with --resume") from error
+        need = sum(value.nbytes for value in tensors.values())
+        raise DatalensError(
+            f"cannot write {draft} ({error}): {draft.parent} needs room for {need:,} bytes; make some, then continue "
+            "with --resume"
+        ) from error
     draft.chmod(0o600)
     with open(draft, "rb") as file:
         os.fsync(file.fileno())

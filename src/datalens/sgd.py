@@ -22,7 +22,7 @@ from datalens.datasets.own import Reading
 from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.guidance import warnings
+from datalens.guidance import read_off_warnings, warnings
 from datalens.privacy.ledger import json_number, sync_directory
 from datalens.progress import say
 from datalens.runs import Run, check_vacant, write_atomically
@@ -65,8 +65,8 @@ def train(options: SgdOptions) -> dict[str, Any]:
         go_on(options.out)
         run = Run.open(options.out)
     else:
-        if schema.read_off:
-            say(f"{schema.name}: {schema.note} (docs/data.md)")
+        for line in read_off_warnings(schema):
+            say(f"warning: {line}")
         run = begin(
             options,
             options.out,

@@ -452,18 +452,18 @@ def dies_fitting(rank: int) -> None:
 
 def leader_dies(rank: int) -> None:
     """Rank 0 is killed between a charge and its noise."""
-    from datalens.privacy.noise import ExactNoise
+    from datalens.privacy.noise import Held
 
-    draw = ExactNoise.integers
+    take = Held.take
 
-    def deadly(self: ExactNoise, count: int) -> np.ndarray:
+    def deadly(self: Held) -> np.ndarray:
         deadly.calls += 1  # type: ignore[attr-defined]
         if deadly.calls == 3:  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
-        return draw(self, count)
+        return take(self)
 
     deadly.calls = 0  # type: ignore[attr-defined]
-    ExactNoise.integers = deadly  # type: ignore[method-assign]
+    Held.take = deadly  # type: ignore[method-assign]
 
 
 ROOMY = ("--steps", 5, "--sigma", 1000)

@@ -1,5 +1,6 @@
 """DataLens from Python, as a user of scikit-learn would type it."""
 
+import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,57 @@ def test_what_is_not_declared_is_read_off_and_said(tmp_path: Path) -> None:
     assert "note" not in same.certificate.public
 
 
+def test_labels_that_were_not_declared_are_loud_in_python_in_the_sentence_and_in_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], datalens: Any
+) -> None:
+    """One record of a rare class is named by the set of labels, whatever epsilon is."""
+    images, labels = pictures()
+    labels[7] = 41  # the only one of its kind
+    with pytest.warns(UserWarning, match="labels that occur are declared public.*classes="):
+        model = DataLens(**SMALL, nominal_size=300).fit(images, labels)
+    said = model.certificate.statement
+    assert "given that what was read off the data is public: the classes that occur" in said
+    assert said in repr(model.certificate)
+    assert "warning: " in capsys.readouterr().err
+    model.save(tmp_path / "r")
+    assert said in (tmp_path / "r" / "CERTIFICATE.md").read_text()
+    found = check_release(tmp_path / "r")
+    assert not found.problems and any("the classes that occur" in line for line in found.warnings)
+    shown = datalens("verify", tmp_path / "r").succeeded().out
+    assert "warning: read off the data" in shown and "--classes" in shown
+    assert any("classes that occur" in line for line in datalens("verify", tmp_path / "r", "--json").json["warnings"])
+
+
+def test_labels_that_were_declared_qualify_nothing(model: DataLens, tmp_path: Path) -> None:
+    assert "given that" not in model.certificate.statement
+    model.save(tmp_path / "r")
+    assert not any("read off" in line for line in check_release(tmp_path / "r").warnings)
+    images, _ = pictures()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        DataLens(**SMALL, nominal_size=300).fit(images)  # no labels: there is nothing to declare
+
+
+def test_who_takes_the_condition_out_of_the_sentence_is_found_out(tmp_path: Path) -> None:
+    """Certificates of version 2 had none, and stand as they were written: tests/fixtures has such releases."""
+    from datalens.released.certificate import certificate_bytes, own_hash, page_bytes, read_certificate
+    from datalens.released.report import page
+
+    release = tmp_path / "r"
+    with pytest.warns(UserWarning, match="classes="):
+        DataLens(**SMALL, nominal_size=300).fit(*pictures()).save(release)
+    old = read_certificate(release)
+    old["statement"] = old["statement"].split(", given that")[0] + "."
+    (release / "CERTIFICATE.md").write_bytes(page_bytes(old))
+    old["sha256"]["CERTIFICATE.md"] = hashlib.sha256(page_bytes(old)).hexdigest()
+    old["sha256"]["certificate"] = own_hash(old)
+    (release / "certificate.json").write_bytes(certificate_bytes(old))
+    (release / "report.html").write_bytes(page(release))
+    found = check_release(release)
+    assert any("statement" in problem for problem in found.problems)
+    assert any("the classes that occur" in line for line in found.warnings)
+
+
 def test_persons_as_the_unit(tmp_path: Path) -> None:
     images, labels = pictures()
     persons = [f"patient number {i // 3}" for i in range(300)]
@@ -129,6 +181,35 @@ def test_a_kept_run_goes_on_with_its_own_data(tmp_path: Path) -> None:
     assert np.array_equal(again.sample(3).images, asked.sample(3).images)
     with pytest.raises(DatalensError, match="not what"):
         clone(asked).fit(images[:200], labels[:200])
+
+
+def test_a_budget_is_not_ignored_where_the_run_was_begun_without_it(tmp_path: Path, datalens: Any) -> None:
+    images, labels = pictures()
+    cap = tmp_path / "cap"
+    datalens("budget", cap, "--epsilon", 0.5, "--delta", 1e-3).succeeded()
+    own = {"options": SMALL["options"], "epsilon": 20.0, "delta": 1e-3, **PUBLIC, "out": tmp_path / "run"}
+    DataLens(**own).fit(images, labels)
+    with pytest.raises(DatalensError, match="was begun without a budget, so nothing is reserved"):
+        DataLens(**own, budget=cap).fit(images, labels)
+    assert datalens("budget", cap, "--json").succeeded().json["runs"] == []
+
+
+def test_another_budget_than_the_one_a_run_is_reserved_in_is_refused(tmp_path: Path, datalens: Any) -> None:
+    images, labels = pictures()
+    for name in ("mine", "other"):
+        datalens("budget", tmp_path / name, "--epsilon", 30, "--delta", 1e-3).succeeded()
+    own = {**SMALL, **PUBLIC, "out": tmp_path / "run"}
+    DataLens(**own, budget=tmp_path / "mine").fit(images, labels)
+    with pytest.raises(DatalensError, match=r"was begun with budget .*mine"):
+        DataLens(**own, budget=tmp_path / "other").fit(images, labels)
+    DataLens(**own, budget=tmp_path / "mine").fit(images, labels)  # and the same goes on
+    DataLens(**own).fit(images, labels)  # left out: the reservation it has still holds
+    assert len(datalens("budget", tmp_path / "mine", "--json").json["runs"]) == 1
+    persons = [str(i // 3) for i in range(300)]
+    own |= {"out": tmp_path / "persons", "nominal_size": 100}
+    DataLens(**own, group_name="patient").fit(images, labels, groups=persons)
+    with pytest.raises(DatalensError, match="was begun with record-id patient"):
+        DataLens(**own, group_name="visit").fit(images, labels, groups=persons)
 
 
 @pytest.mark.parametrize("begun", [{"epsilon": 8.0}, {"delta": 1e-4}, {"relation": "replace-one"}, {"seed": 3}])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).with_name("faults.py")
-KINDS, TWINS = 15, 6
+KINDS, TWINS = 16, 6
 
 
 def injected(environment, *options):
@@ -34,6 +34,26 @@ def test_one_fault_of_every_kind(environment):
     assert found["faults"] == KINDS
     assert [kind for kind, times in found["kinds"].items() if not times and kind != "disk full"] == []
     assert found["draws"] > found["faults"]
+
+
+def killed(environment, count, *options):
+    """Runs of the default method, killed at random moments (kills.py)."""
+    command = [sys.executable, HARNESS.with_name("kills.py"), "--kills", str(count), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_runs_of_the_default_method_that_are_killed_are_finished(environment):
+    """Whatever the moment: one kill loses at most one release, and a run can go on without any one of them."""
+    found = killed(environment, 3)
+    assert (found["kills"], found["unfinished"], found["problems"]) == (3, 0, [])
+
+
+@pytest.mark.slow
+def test_sixty_kills(environment):
+    found = killed(environment, 60)
+    assert found["problems"] == [] and found["unfinished"] <= 1
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ class Killed(BaseException):
     """Nothing catches it: what a kill -9 leaves behind."""
 
 
-def killed_at(monkeypatch, datalens, run, owner, name, *, call):
+def killed_at(monkeypatch, datalens, run, owner, name, *, call, options=()):
     calls = 0
     real = getattr(owner, name)
 
@@ -39,7 +39,7 @@ def killed_at(monkeypatch, datalens, run, owner, name, *, call):
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, deadly)
         with pytest.raises(Killed):
-            datalens("train", *DIGITS, "--out", run)
+            datalens("train", *DIGITS, *options, "--out", run)
 
 
 def test_it_says_what_it_did(finished, datalens):
@@ -138,6 +138,40 @@ def test_half_the_budget_lost_is_half_kept(monkeypatch, datalens, tmp_path):
     steps = [charge["event"]["step"] for charge in charges(run)]
     assert steps[:5] == [0, 1, 2, 3, 3]
     datalens("verify", run).succeeded()
+
+
+@pytest.mark.parametrize("release", range(4))
+def test_whichever_one_release_a_kill_loses_the_run_is_finished(monkeypatch, datalens, tmp_path, release):
+    """Without texture nothing is planned after covariances, so nothing is left to ask for them again."""
+    from datalens.privacy.noise import Held
+
+    run = tmp_path / "run"
+    options = ("--texture", 0, "--coordinates", 20)
+    killed_at(monkeypatch, datalens, run, Held, "take", call=release + 1, options=options)
+    before = charges(run)
+    assert [charge["event"]["step"] for charge in before] == list(range(release + 1))  # paid for, and never seen
+    result = datalens("train", "--resume", "--out", run, "--json").succeeded()
+    assert result.json["epsilon_spent"] <= 10
+    name = RELEASES[release]
+    assert f"warning: {name} was charged before, and an interruption lost its value" in result.err
+    assert ("differ from their class's mean" in result.err) == (name == "covariances")
+    assert charges(run)[: len(before)] == before
+    datalens("verify", run).succeeded()
+    datalens("sample", run, "--count", 1000, "--out", tmp_path / "s.npz").succeeded()
+    judged = ("--data", "digits", "--seeds", 1, "--epochs", 8, "--json")
+    assert datalens("evaluate", tmp_path / "s.npz", *judged).succeeded().json["accuracy"] > 0.5  # worth having
+
+
+def test_a_kill_while_noise_is_drawn_costs_nothing(monkeypatch, datalens, tmp_path):
+    """Drawing the noise of covariances takes longest of all that a run does."""
+    from datalens.privacy.noise import ExactNoise
+
+    run = tmp_path / "run"
+    options = ("--texture", 0, "--coordinates", 20)
+    killed_at(monkeypatch, datalens, run, ExactNoise, "integers", call=4, options=options)
+    assert [charge["event"]["step"] for charge in charges(run)] == [0, 1, 2]
+    said = datalens("train", "--resume", "--out", run).succeeded().err
+    assert "lost" not in said and [charge["event"]["step"] for charge in charges(run)] == [0, 1, 2, 3]
 
 
 def test_killed_between_releases(monkeypatch, datalens, tmp_path):

@@ -95,6 +95,55 @@ def test_killed_and_resumed(monkeypatch, datalens, tmp_path, name, call):
     datalens("verify", run).succeeded()
 
 
+def interrupted(monkeypatch, datalens, run, name):
+    """A person asks it to stop after its first step: it releases what it has, and keeps its state."""
+    from datalens import runs
+
+    log = runs.Run.log
+
+    def ask(self, step, **values):
+        log(self, step, **values)
+        self.interrupted = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Run, "log", ask)
+        done = datalens("train", "--method", name, "--data", "digits", *RUNS[name], "--out", run, "--json")
+    assert done.code == 130 and done.json["steps"] == 1
+    return charges(run)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ONE_RELEASE])
+def test_a_state_that_is_too_large_to_be_written_often_is_not_left_out(monkeypatch, datalens, tmp_path, name):
+    """They keep no journal: without a checkpoint a resumed run would begin again, with what is left to spend."""
+    from datalens import runs
+
+    monkeypatch.setattr(runs, "CHECKPOINT_BYTES", 0)  # every state is past it
+    run = tmp_path / "run"
+    before = interrupted(monkeypatch, datalens, run, name)
+    result = datalens("train", "--resume", "--out", run, "--json").succeeded().json
+    steps = json.loads((run / "config.json").read_text())["settings"]["steps"]
+    assert result["steps"] == steps > 1
+    after = [event["step"] for event in charges(run)]
+    assert after[: len(before)] == [event["step"] for event in before]
+    assert len(after) == len(set(after))  # not one step was paid for twice
+    datalens("verify", run).succeeded()
+
+
+def test_a_run_whose_state_is_gone_does_not_replace_a_better_release(monkeypatch, datalens, tmp_path):
+    """What version 0.1.0 left of a large GS-WGAN: a release, and neither checkpoint nor journal."""
+    run = tmp_path / "run"
+    interrupted(monkeypatch, datalens, run, "gswgan")
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    before = {path.name: path.read_bytes() for path in (run / "release").iterdir()}
+    ledger = (run / "ledger.jsonl").read_bytes()
+    line = datalens("train", "--resume", "--out", run).refused(after_start=True)
+    assert "Nothing was spent" in line and "its release stands" in line
+    assert (run / "ledger.jsonl").read_bytes() == ledger
+    assert {path.name: path.read_bytes() for path in (run / "release").iterdir()} == before
+    datalens("verify", run).succeeded()
+
+
 @pytest.mark.parametrize("name", ONE_RELEASE)
 def test_one_release_is_asked_once(monkeypatch, datalens, tmp_path, name):
     """Killed after it was kept: used as it is. Killed before: it is lost, and so is the budget."""

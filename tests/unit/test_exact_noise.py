@@ -45,10 +45,11 @@ class Scripted:
         self.asked: list[int] = []
 
     def check(self) -> None:
-        if self._broken:
-            raise DatalensError("no noise today")
+        pass
 
     def integers(self, count: int) -> np.ndarray:
+        if self._broken:
+            raise DatalensError("no noise today")
         self.asked.append(count)
         drawn, self._draws = self._draws[:count], self._draws[count:]
         return np.array(drawn, dtype=np.int64)
@@ -69,18 +70,18 @@ def test_the_gate_adds_whole_noise_to_whole_votes() -> None:
     assert (event.l2_bound, event.diameter, event.row_unit, event.relation) == (3.0, 6.0, "teacher", "add-remove")
 
 
-def test_charged_before_noise_is_taken_and_nothing_taken_past_the_budget() -> None:
-    ledger, noise = Ledger.in_memory(BUDGET), Scripted(sigma=10.0)
+def test_charged_before_noise_is_taken_and_nothing_taken_past_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, seen = Ledger.in_memory(BUDGET), []
+    take = noise_module.Held.take
+    monkeypatch.setattr(noise_module.Held, "take", lambda held: seen.append(len(ledger.events)) or take(held))
     with pytest.raises(BudgetExceeded):
-        DiscreteGaussianSum(noise=noise).release(votes([[1, 1]]), ledger, step=0)
-    assert noise.asked == [] and not ledger.events
-    seen: list[int] = []
-    short = Scripted()
-    take = short.integers
-    short.integers = lambda count: seen.append(len(ledger.events)) or take(count)  # type: ignore[method-assign, func-returns-value]
-    with pytest.raises(ValueError, match="reshape"):
-        DiscreteGaussianSum(noise=short).release(votes([[1, 1]]), ledger, step=0)
-    assert seen == [1] and len(ledger.events) == 1  # the charge came first, and stays
+        DiscreteGaussianSum(noise=Scripted(1, 2, sigma=10.0)).release(votes([[1, 1]]), ledger, step=0)
+    assert seen == [] and not ledger.events
+    with pytest.raises(ValueError, match="reshape"):  # too few draws are found out before the charge
+        DiscreteGaussianSum(noise=Scripted(1)).release(votes([[1, 1]]), ledger, step=0)
+    assert seen == [] and not ledger.events
+    DiscreteGaussianSum(noise=Scripted(1, 2)).release(votes([[1, 1]]), ledger, step=0)
+    assert seen == [1] == [len(ledger.events)]
 
 
 def test_no_charge_is_wasted_on_noise_that_cannot_come() -> None:

@@ -1,6 +1,10 @@
 """The journal: what was paid for and survived is reused bit for bit; what did not is asked and charged again."""
 
 import os
+import resource
+import signal
+import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datalens.bounded.contributions import Contributions, sum_bounded
-from datalens.errors import TamperedError
+from datalens.errors import DatalensError, TamperedError
 from datalens.privacy.events import UnknownEvent
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
@@ -80,21 +84,92 @@ def test_values_before_a_checkpoint_are_forgotten_and_later_ones_kept(tmp_path: 
     assert journal.find(ledger, step=2) is not None
 
 
-def test_a_crash_while_saving_leaves_nothing_that_could_be_found(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value = release(ledger, step=0)
+def killed_while_saving(journal: Journal, value: Released, *, left: float) -> None:
+    """The process ends with so much of the value written, and before the file has its name."""
 
     def crash(descriptor: int) -> None:
+        os.truncate(descriptor, int(os.fstat(descriptor).st_size * left))
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", crash)
         with pytest.raises(KeyboardInterrupt):
-            Journal(tmp_path).save(value)
+            journal.save(value)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.3, 0.99])
+def test_half_a_value_is_no_value(tmp_path: Path, ledger: Ledger, left: float) -> None:
+    value = release(ledger, step=0)
+    killed_while_saving(Journal(tmp_path), value, left=left)
     assert Journal(tmp_path).find(ledger, step=0) is None
     Journal(tmp_path).save(value)
     assert Journal(tmp_path).find(ledger, step=0) is not None
+
+
+def test_a_value_that_was_written_whole_is_found_whenever_the_process_was_killed(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    value = release(ledger, step=0)
+    killed_while_saving(Journal(tmp_path), value, left=1.0)
+    found = Journal(tmp_path).find(ledger, step=0)
+    assert found is not None and found.number == 0
+    np.testing.assert_array_equal(found.value, value.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000000.release"]
+
+
+def test_room_is_made_before_a_charge_and_taken_by_the_value(tmp_path: Path, ledger: Ledger) -> None:
+    journal = Journal(tmp_path)
+    journal.make_room(100_000)
+    (room,) = tmp_path.iterdir()
+    assert room.stat().st_blocks * 512 >= 800_000  # on the disk, not only in name
+    assert stat.S_IMODE(room.stat().st_mode) == 0o600
+    before = room.stat().st_ino
+    journal.save(release(ledger, step=0))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_ino == before and file.stat().st_size < 1000
+    assert journal.find(ledger, step=0) is not None
+    journal.make_room(3)
+    journal.close()  # what nobody took is given back
+    assert [path.name for path in tmp_path.iterdir()] == ["00000000.release"]
+
+
+def test_room_for_every_array_is_enough(tmp_path: Path, ledger: Ledger) -> None:
+    """A file never grows past what was set aside for it: on a disk that is full by then it could not."""
+    for shape in ((1,), (7, 3), (2, 3, 4, 5), (1000, 1)):
+        value = replace(release(ledger, step=0), value=np.zeros(shape, dtype=np.int64))
+        journal = Journal(tmp_path)
+        journal.make_room(value.value.size)
+        (room,) = tmp_path.glob("*.tmp")
+        set_aside = room.stat().st_size
+        journal.save(value)
+        assert (tmp_path / f"{value.number:08d}.release").stat().st_size <= set_aside
+
+
+def test_no_room_is_said_before_the_charge_with_the_folder_and_how_much_is_needed(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    ledger.make_room = Journal(tmp_path).make_room
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # what a full disk does
+    try:
+        with pytest.raises(DatalensError, match=rf"no room in {tmp_path} .* needs 560 bytes .*nothing was charged"):
+            release(ledger, step=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not ledger.events
+    release(ledger, step=0)
+    assert len(ledger.events) == 1
+
+
+def test_a_whole_value_outlives_room_for_the_next_and_half_a_one_does_not(tmp_path: Path, ledger: Ledger) -> None:
+    journal = Journal(tmp_path)
+    killed_while_saving(journal, release(ledger, step=0), left=1.0)
+    journal.make_room(6)
+    killed_while_saving(journal, release(ledger, step=1), left=0.5)
+    journal.make_room(6)
+    assert journal.find(ledger, step=0) is not None and journal.find(ledger, step=1) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.release", "room.tmp"]
 
 
 def test_nothing_but_the_released_value_is_written(tmp_path: Path, ledger: Ledger) -> None:

@@ -29,7 +29,7 @@ from datalens.privacy.accountant import Accountant
 from datalens.privacy.events import GaussianEvent, NoiseOrigin, UnknownEvent
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, read_ledger, upwards
 from datalens.privacy.mechanisms import GaussianSum
-from datalens.privacy.noise import SeededNoise
+from datalens.privacy.noise import Held, SeededNoise
 from datalens.privacy.released import Released
 
 BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")
@@ -280,7 +280,7 @@ def test_a_ledger_with_an_event_from_the_future_cannot_be_continued(path: Path) 
     assert path.read_bytes() == content
 
 
-# --- charge first, noise after --------------------------------------------------------------------------------------
+# --- charge first, noise meets the sum after ------------------------------------------------------------------------
 
 
 class Disk:
@@ -300,15 +300,21 @@ class Disk:
 
 
 class Witness:
-    """A noise source that looks at the disk at the moment it is asked."""
+    """A noise source that looks at the disk at the moment its noise, which may be drawn ahead, is taken to be used."""
 
     origin: NoiseOrigin = "seeded"
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk, self.seen = disk, []  # type: ignore[var-annotated]
+    def __init__(self, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[int] = []
+        take = Held.take
+
+        def watched(held: Held) -> np.ndarray:
+            self.seen.append(disk.charges())
+            return take(held)
+
+        monkeypatch.setattr(Held, "take", watched)
 
     def standard_normal(self, count: int) -> np.ndarray:
-        self.seen.append(self._disk.charges())
         return np.zeros(count)
 
 
@@ -316,9 +322,9 @@ Release = Callable[[GaussianSum, BoundedSum, Ledger, int], Released]
 
 
 def charged_before_noise(release: Release, path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether each of three releases was durably on disk when its noise was drawn."""
+    """Whether each of three releases was durably on disk when its noise was taken."""
     disk = Disk(path, monkeypatch)
-    witness = Witness(disk)
+    witness = Witness(disk, monkeypatch)
     mechanism = GaussianSum(sigma=100.0, noise=witness)
     ledger = Ledger.create(path, BUDGET)
     for step in range(3):
@@ -332,8 +338,8 @@ def ours(mechanism: GaussianSum, total: BoundedSum, ledger: Ledger, step: int) -
 
 
 def noise_first(mechanism: GaussianSum, total: BoundedSum, ledger: Ledger, step: int) -> Released:
-    """Broken twin (defect 6): draws, and accounts afterwards."""
-    drawn = mechanism.noise.standard_normal(4)
+    """Broken twin (defect 6): takes its noise, and accounts afterwards."""
+    drawn = Held(mechanism.noise.standard_normal(4)).take()
     event = make_event(step=step, noise="seeded")
     return Released(value=drawn, event=event, number=ledger.charge(event))
 
@@ -345,7 +351,7 @@ def not_durable(mechanism: GaussianSum, total: BoundedSum, ledger: Ledger, step:
         return ours(mechanism, total, ledger, step)
 
 
-def test_the_charge_is_durable_before_noise_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_charge_is_durable_before_noise_is_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert charged_before_noise(ours, path, monkeypatch)
 
 
@@ -354,8 +360,8 @@ def test_noise_before_a_durable_charge_is_caught(broken: Release, path: Path, mo
     assert not charged_before_noise(broken, path, monkeypatch)
 
 
-def test_a_refused_release_draws_no_noise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    witness = Witness(Disk(path, monkeypatch))
+def test_a_refused_release_takes_no_noise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    witness = Witness(Disk(path, monkeypatch), monkeypatch)
     ledger = Ledger.create(path, BUDGET)
     with pytest.raises(BudgetExceeded):
         GaussianSum(sigma=1.0, noise=witness).release(votes(), ledger, step=0)
@@ -398,7 +404,7 @@ TROUBLES: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] =
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_when_the_disk_fails_nothing_is_released(path: Path, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    witness = Witness(Disk(path, monkeypatch))
+    witness = Witness(Disk(path, monkeypatch), monkeypatch)
     mechanism = GaussianSum(sigma=100.0, noise=witness)
     ledger = Ledger.create(path, BUDGET)
     mechanism.release(votes(), ledger, step=0)

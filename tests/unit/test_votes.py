@@ -32,7 +32,7 @@ from datalens.privacy.events import GaussianEvent, LaplaceEvent, parse_event
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import ConfidentGNMax, LaplaceVote
-from datalens.privacy.noise import LaplaceNoise, SecureNoise, SeededNoise
+from datalens.privacy.noise import Held, LaplaceNoise, SecureNoise, SeededNoise
 from datalens.privacy.responses import pld_responses, response_delta, response_epsilon, response_rdp
 
 
@@ -306,25 +306,26 @@ def test_seeded_laplace_noise_says_so() -> None:
 
 
 class Watched:
-    """Noise that notes how many charges there were when it was drawn."""
+    """Noise that notes how many charges there were when it was taken to be used."""
 
     origin: Any = "operating-system"
     scale = 10.0
 
-    def __init__(self, book: Ledger) -> None:
-        self.book, self.charged = book, []  # type: ignore[var-annotated]
+    def __init__(self, book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.charged: list[int] = []
+        take = Held.take
+        monkeypatch.setattr(Held, "take", lambda held: self.charged.append(len(book.events)) or take(held))
 
     def integers(self, count: int) -> np.ndarray:
-        self.charged.append(len(self.book.events))
         return np.zeros(count, dtype=np.int64)
 
     def standard_normal(self, count: int) -> np.ndarray:
         return self.integers(count).astype(np.float64)
 
 
-def test_laplace_votes_are_charged_before_noise_is_drawn() -> None:
+def test_laplace_votes_are_charged_before_noise_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     book = ledger()
-    noise: Any = Watched(book)
+    noise: Any = Watched(book, monkeypatch)
     released = LaplaceVote(noise=noise).release(counts([[0, 1], [1, 1]]), book, step=4)
     assert noise.charged == [1]
     assert released.value.tolist() == [[1, 1], [0, 2]]
@@ -340,9 +341,9 @@ def test_a_label_with_one_over_lambda_noise_costs_two_lambda() -> None:
     assert Accountant(name="exact").epsilon([event], 1e-12) == pytest.approx(0.1, abs=1e-9)
 
 
-def test_a_spent_budget_answers_nothing() -> None:
+def test_a_spent_budget_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     book = ledger(epsilon=0.3)
-    noise: Any = Watched(book)
+    noise: Any = Watched(book, monkeypatch)
     LaplaceVote(noise=noise).release(counts([[0], [1]]), book, step=0)
     with pytest.raises(BudgetExceeded):
         LaplaceVote(noise=noise).release(counts([[0], [1]]), book, step=1)
@@ -365,10 +366,10 @@ def test_rows_that_are_no_ballots_are_refused(gate: Any) -> None:
     assert not book.events
 
 
-def test_the_check_is_charged_for_all_and_answers_for_those_that_pass() -> None:
+def test_the_check_is_charged_for_all_and_answers_for_those_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     votes = counts([[0, 1, 2], [0, 2, 1], [0, 0, 0], [0, 1, -1]], answers=3)  # largest counts 4, 2, 1
     book = ledger()
-    noise: Any = Watched(book)
+    noise: Any = Watched(book, monkeypatch)
     gate = ConfidentGNMax(sigma_check=30.0, sigma=5.0, threshold=2.0, noise=noise)
     released = gate.release(votes, book, step=1)
     assert released.value.tolist() == [0, 1, -1]

@@ -53,7 +53,7 @@ class Plan:
         from datalens.datasets import formats
         from datalens.datasets.own import Reading
         from datalens.datasets.records import check_fixed_positions
-        from datalens.guidance import costs, expect, suggestion, warnings
+        from datalens.guidance import costs, expect, read_off_warnings, suggestion, warnings
         from datalens.peers.settings import PeerSettings
         from datalens.plan import make_plan
         from datalens.privacy.ledger import json_number
@@ -66,7 +66,8 @@ class Plan:
         if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
             check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
         parts = costs(settings, schema, budget)
-        expected, heard = expect(settings, schema, budget), warnings(budget, schema, settings)
+        expected = expect(settings, schema, budget)
+        heard = warnings(budget, schema, settings) + read_off_warnings(schema)
         if isinstance(settings, PeerSettings):
             how, signal = settings.said(), settings.signal
         elif isinstance(settings, MomentSettings):

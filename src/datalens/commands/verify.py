@@ -66,6 +66,7 @@ class Verify:
             "not_stated": list(found.notes),
             "signature": signature,
             "samples": None if self.samples is None else str(self.samples),
+            "warnings": list(found.warnings),
         }
         stamp = "" if found.private else " NOT PRIVATE."
         verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"

@@ -49,6 +49,11 @@ class Schema:
         return self.note.startswith(READ_OFF)
 
     @property
+    def given(self) -> str:
+        """What was read off the data: the guarantee holds given that this is public. Empty where all was declared."""
+        return self.note.removeprefix(READ_OFF).strip(": ") if self.read_off else ""
+
+    @property
     def by_person(self) -> bool:
         """Whether a person, with all of their images, is what is protected; their id is then every record's key."""
         return self.record_unit == PERSON

@@ -70,10 +70,15 @@ def train(run: Run, records: RecordRows, settings: MomentSettings) -> released.M
 
         norms = ask("residual-norms", lambda: records.histogram(view, means=means, edges=edges, **grid))
         clip = released.quantile_edge(norms, edges, s.covariances_quantile)
-        outer = ask("covariances", lambda: records.covariances(view, means=means, clip=clip, **grid))
-        covariances = released.class_covariances(outer, counts, clip=clip, floor=floor, **grid)
+        try:
+            outer = ask("covariances", lambda: records.covariances(view, means=means, clip=clip, **grid))
+            covariances = released.class_covariances(outer, counts, clip=clip, floor=floor, **grid)
+            further = s.texture > 0
+        except BudgetExceeded as error:
+            say(f"warning: {error}; images differ from their class's mean as far as records do, but at random")
+            covariances, further = released.round_covariances(means, clip=clip), False
         start = released.make_start(schema.shape, means, covariances)
-        if s.texture == 0:
+        if not further:
             return released.without_texture(start, present, counts)
 
         try:
@@ -133,6 +138,11 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
     step = RELEASES.index(name)
     found = run.journal.find(run.ledger, step=step)
     if found is None:
+        if any(getattr(event, "step", None) == step for event in run.ledger.events):
+            say(
+                f"warning: {name} was charged before, and an interruption lost its value: it stays charged, and what "
+                "is left of the budget is divided anew among what is still to be released"
+            )
         contributions = total()
         sigma = noise_for(name, s, run.ledger)
         law = s.noise if sigma > 0 else "gaussian"

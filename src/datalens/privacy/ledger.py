@@ -1,4 +1,4 @@
-"""The ledger: every release is charged here, durably, before its noise exists.
+"""The ledger: every release is charged here, durably, before its sum meets its noise.
 
 One JSON object a line. The first line states the budget, fixed before the first record is read; each
 line carries the hash of the line before it, so an edit, a deletion or a swap shows. (A chain detects
@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
@@ -93,6 +94,8 @@ class Ledger:
         self._file = file
         self._broken = False
         self._turn, self._process = threading.Lock(), os.getpid()
+        # Asked by the gate before it charges for so many numbers: raises where they could not be kept.
+        self.make_room: Callable[[int], None] = lambda cells: None
 
     @classmethod
     def in_memory(cls, budget: Budget) -> "Ledger":
@@ -119,7 +122,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
-        """Continue a ledger. A torn last line was never acknowledged, so its noise was never drawn: it is cut off."""
+        """Continue a ledger. A torn last line was never acknowledged, so its noise was never used: it is cut off."""
         file = _open_alone(path)
         try:
             content = path.read_bytes()
@@ -175,7 +178,9 @@ class Ledger:
                     raise OSError(f"{written} of {len(line)} bytes")
                 os.fsync(self._file.fileno())
             except OSError as error:
-                raise DatalensError(f"cannot write the ledger ({error}): nothing was released") from error
+                raise DatalensError(
+                    f"cannot write {len(line)} bytes to the ledger {self._file.name} ({error}): nothing was released"
+                ) from error
         self._hashes.append(line_hash)
         self._events.append(event)
         self._broken = False

@@ -10,6 +10,7 @@ from datalens.bounded.contributions import BoundedSum, VoteCounts
 from datalens.errors import DatalensError
 from datalens.privacy.events import (
     MOST_NOISE,
+    Charge,
     DiscreteGaussianEvent,
     GaussianEvent,
     LaplaceEvent,
@@ -19,8 +20,18 @@ from datalens.privacy.events import (
     unprotected,
 )
 from datalens.privacy.ledger import Ledger
-from datalens.privacy.noise import IntegerNoise, LaplaceNoise, NoiseSource
+from datalens.privacy.noise import Held, IntegerNoise, LaplaceNoise, NoiseSource
 from datalens.privacy.released import Released
+
+
+def charged(event: Charge, ledger: Ledger, *, cells: int) -> int:
+    """The number of the charge: durable before sum and noise meet, and refused before it would overspend.
+
+    The noise has been drawn by then (`Held`) and there is room for what will be released, so that between the charge
+    and the journal there is one addition and one write, and little for a kill or a full disk to lose.
+    """
+    ledger.make_room(cells)
+    return ledger.charge(event)
 
 
 class Mechanism(Protocol):
@@ -34,8 +45,7 @@ class DiscreteGaussianSum:
     """Sum of bounded integer rows plus the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.
 
     Formal guarantees: see `DiscreteGaussianEvent`. Whole numbers from end to end, so no floating point to leak
-    through, and a law that is sampled exactly. The noise may have been drawn ahead: it depends on no data,
-    and is taken from its source after the charge, once.
+    through, and a law that is sampled exactly.
 
     | rows | released |
     |---|---|
@@ -64,9 +74,10 @@ class DiscreteGaussianSum:
             noise=self.noise.origin,
             coordinates=total.size,
         )
-        self.noise.check()  # a charge is not wasted on noise that cannot come
-        number = ledger.charge(event)  # durable before any noise is taken; raises before overspending
-        value = total.astype(np.int64) + self.noise.integers(total.size).reshape(total.shape)
+        total = total.astype(np.int64)
+        noise = Held(self.noise.integers(total.size).reshape(total.shape))  # or there will be none, and no charge
+        number = charged(event, ledger, cells=total.size)
+        value = total + noise.take()
         return Released(value=value, event=event, number=number)
 
 
@@ -103,12 +114,13 @@ class GaussianSum:
             step=step,
             noise=self.noise.origin,
         )
-        number = ledger.charge(event)  # durable before any noise exists; raises before overspending
         total = contributions.private_total.cpu().numpy()
-        noise = self.sigma * self.noise.standard_normal(total.size).reshape(total.shape)
-        value: np.ndarray = total.astype(np.float64) + noise
-        if np.issubdtype(total.dtype, np.integer):
-            value = total.astype(np.int64) + np.rint(noise).astype(np.int64)
+        drawn = self.sigma * self.noise.standard_normal(total.size).reshape(total.shape)
+        whole = np.issubdtype(total.dtype, np.integer)
+        total = total.astype(np.int64 if whole else np.float64)
+        noise = Held(np.rint(drawn).astype(np.int64) if whole else drawn)
+        number = charged(event, ledger, cells=total.size)
+        value: np.ndarray = total + noise.take()
         return Released(value=value, event=event, number=number)
 
 
@@ -134,9 +146,10 @@ class LaplaceVote:
             step=step,
             noise=self.noise.origin,
         )
-        number = ledger.charge(event)  # durable before any noise exists; raises before overspending
         total = votes.private_total.cpu().numpy().astype(np.int64)
-        value = total + self.noise.integers(total.size).reshape(total.shape)
+        noise = Held(self.noise.integers(total.size).reshape(total.shape))
+        number = charged(event, ledger, cells=total.size)
+        value = total + noise.take()
         return Released(value=value, event=event, number=number)
 
 
@@ -167,21 +180,23 @@ class ConfidentGNMax:
         if not isinstance(votes, VoteCounts):
             raise TypeError("the largest count of anything but ballots may move by more than one")
         check = confident_check(ledger.budget.relation, votes.queries, self.sigma_check, self.noise.origin, step)
-        number = ledger.charge(check)
         total = votes.private_total.cpu().numpy().astype(np.int64)  # [queries, answers]
-        passed = total.max(axis=1) + self._noise(self.sigma_check, (len(total),)) >= self.threshold
+        noise = self._noise(self.sigma_check, (len(total),))
+        number = charged(check, ledger, cells=len(total))
+        passed = total.max(axis=1) + noise.take() >= self.threshold
         answers = np.full(len(total), -1, dtype=np.int64)
         if not passed.any():
             return Released(value=answers, event=check, number=number)
         answer = confident_answer(ledger.budget.relation, int(passed.sum()), self.sigma, self.noise.origin, step)
-        number = ledger.charge(answer)
         counts = total[passed]
-        answers[passed] = (counts + self._noise(self.sigma, counts.shape)).argmax(axis=1)
+        noise = self._noise(self.sigma, counts.shape)
+        number = ledger.charge(answer)
+        answers[passed] = (counts + noise.take()).argmax(axis=1)
         return Released(value=answers, event=answer, number=number)
 
-    def _noise(self, sigma: float, shape: tuple[int, ...]) -> np.ndarray:
+    def _noise(self, sigma: float, shape: tuple[int, ...]) -> Held:
         normal = self.noise.standard_normal(math.prod(shape)).reshape(shape)
-        return np.rint(sigma * normal).astype(np.int64)
+        return Held(np.rint(sigma * normal).astype(np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +217,7 @@ class ThirdParty:
 
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
         before = len(ledger.events)
+        ledger.make_room(contributions.cells)
         released = self.mechanism.release(contributions, ledger, step=step)
         charged = ledger.events[before:]
         expected = (contributions.row_unit, contributions.l2_bound, contributions.diameter, self.sigma, step)

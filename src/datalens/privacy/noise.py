@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -55,9 +55,33 @@ class IntegerNoise(Protocol):
     def sigma(self) -> float: ...
 
     def check(self) -> None:
-        """Raise if no draws can come: asked before a charge, so that none is wasted."""
+        """Raise if no draws can come: for a plug-in that draws after its charge, which should not be wasted."""
 
     def integers(self, count: int) -> np.ndarray: ...
+
+
+class Held:
+    """Noise drawn ahead of the charge that pays for it, so that nothing slow comes between charge and release.
+
+    It depends on no record. It lies in this process's memory and is never written to disk, it is handed out once, and
+    only to the process that drew it: the child of a fork has none, and it is not copied or sent.
+    """
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = [values]
+        self._process = os.getpid()
+
+    def take(self) -> np.ndarray:
+        """The draws, after the charge."""
+        if os.getpid() != self._process:
+            raise DatalensError("noise drawn ahead belongs to the process that drew it: no other may use it too")
+        try:
+            return self._values.pop()  # one step, so of two threads one gets it
+        except IndexError:
+            raise DatalensError("noise is used once, and this was used: draw again") from None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise DatalensError("noise drawn ahead is not copied, kept or sent to another process: both would use it")
 
 
 class SecureNoise:

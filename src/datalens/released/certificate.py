@@ -86,7 +86,9 @@ def contents(
     return {
         "version": version,
         "private": private,
-        "statement": statement(budget, private=private, unit=schema.record_unit),
+        "statement": statement(
+            budget, private=private, unit=schema.record_unit, given=schema.given if version > 2 else ""
+        ),
         "budget": {"epsilon": json_number(budget.epsilon), "delta": budget.delta},
         "epsilon_spent": json_number(budget.pricing().epsilon(events, budget.delta)),
         "relation": budget.relation,
@@ -181,14 +183,15 @@ def _price_of(settings: AnySettings) -> str:
     return "as zCDP"
 
 
-def statement(budget: Budget, *, private: bool, unit: str) -> str:
-    """The guarantee in one sentence, or the lack of one."""
+def statement(budget: Budget, *, private: bool, unit: str, given: str = "") -> str:
+    """The guarantee in one sentence, or the lack of one. `given`: what was read off the data, on which it rests."""
     if not private:
         return f"{NOT_PRIVATE}: trained without noise, or with noise from a known seed; no guarantee holds."
     neighbours = "present or absent" if budget.relation == "add-remove" else "replaced by another"
+    condition = f", given that what was read off the data is public: {given}" if given else ""
     return (
         f"({upwards(budget.epsilon)}, {upwards(budget.delta)})-differentially private for one {unit} {neighbours} "
-        f"({budget.relation}), priced by the {budget.accountant} accountant."
+        f"({budget.relation}), priced by the {budget.accountant} accountant{condition}."
     )
 
 

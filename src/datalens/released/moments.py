@@ -58,6 +58,12 @@ def class_covariances(outer: Released, counts: Tensor, *, clip: float, grid: int
     return clean(matrices * units.view(-1, 1, 1), noise, counts.clamp(min=floor))
 
 
+def round_covariances(means: Tensor, *, clip: float) -> Tensor:
+    """[classes, d, d] where none could be released: as wide as the norm that was, in no particular direction."""
+    classes, size = means.shape
+    return torch.eye(size, dtype=means.dtype).repeat(classes, 1, 1) * (clip**2 / size)
+
+
 def _value(released: Released) -> Tensor:
     if not isinstance(released, Released):
         raise TypeError("moments are read from released values only")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError, TamperedError
-from datalens.guidance import budget_warnings
+from datalens.guidance import budget_warnings, read_off_warnings
 from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
@@ -126,9 +126,11 @@ def verified(release: Path) -> dict[str, Any]:
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
-    public = certificate.get("public")
-    size = public.get("nominal_size") if isinstance(public, dict) else None
-    return tuple(budget_warnings(budget, size)) if type(size) is int else ()
+    try:
+        schema = Schema.from_dict(certificate["public"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ()  # which is a problem of its own
+    return (*budget_warnings(budget, schema.nominal_size), *read_off_warnings(schema))
 
 
 def _file_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
