@@ -13,6 +13,7 @@ import pytest
 from datalens import sgd
 from datalens.methods import dpgan, dpmerf, gswgan
 from datalens.privacy import dpsgd, mechanisms, noise, one_of_many
+from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.private.pool import Pool
 from datalens.released.student import Student
@@ -262,6 +263,13 @@ def something_called_released_that_passed_no_gate(patch: Patch) -> None:
         step(self, fakes, direction)
 
     patch.setattr(Student, "step", around)
+
+
+@twin("dpmerf", "resumed")
+@twin("gpate", "resumed")
+@twin("datalens topk-sign", "resumed")
+def what_was_kept_is_asked_for_again(patch: Patch) -> None:
+    patch.setattr(Journal, "find", lambda self, ledger, *, step: None)
 
 
 @twin("dpmerf", "neighbours")

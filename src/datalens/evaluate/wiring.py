@@ -266,18 +266,31 @@ def _check_charges(this: Look, first: Ran, made: Made) -> None:
 
 def _check_resumed(this: Look, first: Ran, made: Made) -> None:
     """After a kill in the middle of it noise is new, and what was lost is charged again."""
-    before = this.tape(2, stop=(len(first.tape.crossings) + 1) // 2)
+    alone = len(first.tape.crossings) == 1
+    before = this.tape(2, stop=(len(first.tape.crossings) + 1) // 2, saved=alone)
     killed = this.run(made, before, may_be_killed=True)
     after = this.tape(3, known=before.values)
     try:
         ran = this.subject.run(made, killed.folder, after, resume=True)
-    except DatalensError:
-        return  # with what was lost too little is left: nothing more is released
+    except DatalensError as error:
+        if alone:
+            this.fault("charges", f"its one release was kept, and it cannot go on: {error}")
+        return  # else with what was lost too little may be left: nothing more is released
     this.add(charge_faults(ran, [killed, ran]))
     this.add(noise_faults(ran, units=_units(this, made)))
+    kept = {_step(crossing) for crossing in before.crossings[: None if alone else -1]} - {None}
+    if again := kept & {_step(crossing) for crossing in after.crossings}:
+        this.fault(
+            "charges", f"releases of steps {sorted(map(str, again))} are paid for again, though their values were kept"
+        )
     earlier = set(map(block, before.draws)) - {b""}
     if any(block(draw) in earlier for draw in after.draws):
         this.fault("noise", "a run that went on has used noise again")
+
+
+def _step(crossing: Crossing) -> int | None:
+    """Of a release whose value is kept until the next checkpoint: those that are charged one by one."""
+    return None if hasattr(crossing.event, "repeats") else getattr(crossing.event, "step", None)
 
 
 def _check_seeded(this: Look, first: Ran, made: Made) -> None:

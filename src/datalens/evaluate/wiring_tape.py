@@ -26,6 +26,7 @@ from datalens import privacy, private
 from datalens.bounded.contributions import BoundedSum
 from datalens.privacy import exact, noise
 from datalens.privacy.events import Charge
+from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.released import Released
@@ -93,7 +94,7 @@ class Tape:
     - `replay`: released values to hand out, in their order.
     - `known`: values that a run which was killed had released before.
     - `words`, `choose`: words of Poisson samples and secret choices, in the place of the tape's own.
-    - `stop`: raise `Killed` right after so many releases.
+    - `stop`: raise `Killed` right after so many releases; `saved`: once the value of the last of them is kept.
     - `loud`: normal draws are so many times wider.
     - `scalar`: what teachers tell the owner of themselves, in the place of their loss.
     """
@@ -107,6 +108,7 @@ class Tape:
         words: Words | None = None,
         choose: Callable[[int, int], int] | None = None,
         stop: int | None = None,
+        saved: bool = False,
         loud: float = 1.0,
         scalar: float | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class Tape:
         self._key, self._replay, self._words, self._choose = key, replay, words, choose
         self._stop, self._loud, self._earlier, self._scalar = stop, loud, known or [], scalar
         self._width: float | None = None  # that the exact sampler was last asked for
+        self._saved = saved
         self._calls = self._bits = self._sampled = self._chosen = 0
         self._served: bytes | None = None
         self._open: list[Crossing] = []
@@ -151,6 +154,7 @@ class Tape:
                 put(gate, "release", self._watched(vars(gate)["release"]))
             put(Released, "__init__", self._making(Released.__init__))
             put(Ledger, "charge", self._charging(Ledger.charge))
+            put(Journal, "save", self._saving(Journal.save))
             for kind, name in told_the_owner() if self._scalar is not None else []:
                 put(kind, name, self._told(vars(kind)[name]))
             yield self
@@ -256,11 +260,22 @@ class Tape:
                 self._open.pop()
             crossing.event, crossing.number = released.event, released.number
             self.crossings.append(crossing)
-            if self._stop is not None and len(self.crossings) >= self._stop:
-                raise Killed
+            if not self._saved:
+                self._end()
             return released
 
         return release
+
+    def _end(self) -> None:
+        if self._stop is not None and len(self.crossings) >= self._stop:
+            raise Killed
+
+    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(journal: Journal, released: Released) -> None:
+            original(journal, released)
+            self._end()
+
+        return save
 
     def _contributed(self, asked: BoundedSum) -> Contributed:
         """The total, by way of a gate without noise: nobody else reads it."""
