@@ -6,6 +6,7 @@ No record of an owner is read.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -239,6 +240,12 @@ def _train(options: dict[str, Any]) -> Train:
 
 def planned_steps(options: dict[str, Any]) -> list[int]:
     """How many steps each planned charge is for; raises if there is no such run."""
+    return _planned_steps(tuple(sorted(options.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _planned_steps(listed: tuple[tuple[str, Any], ...]) -> list[int]:
+    options = dict(listed)
     with tempfile.TemporaryDirectory() as folder:
         chosen = TrainOptions(**{**options, "data": str(records().write(Path(folder))), "out": Path("nowhere")})
         schema = formats.schema(str(chosen.data), nominal_size=chosen.nominal_size, reading=Reading.of(chosen))
