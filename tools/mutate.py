@@ -1,4 +1,4 @@
-"""Mutation testing of `privacy/`, `bounded/` and DP-SGD: one small change to the source at a time; do the tests notice?
+"""Mutation testing of `privacy/`, `bounded/`, DP-SGD and the wiring of methods: one small change at a time; noticed?
 
     python tools/mutate.py                       every module, hours on one core
     python tools/mutate.py bounded/topk_sign.py  one module
@@ -38,6 +38,15 @@ PRICES = (
     *("unit/test_accountant.py", "unit/test_one_of_many.py", "unit/test_gradient_gate.py", "unit/test_votes.py"),
     "unit/test_survivors.py",
 )
+
+
+def wired(*methods: str) -> tuple[str, ...]:
+    """The watched runs of these methods."""
+    name = "wiring/test_methods.py::test_nothing_crosses_but_what_is_paid_for"
+    relations = ("add-remove-False", "add-remove-True", "replace-one-False")
+    return tuple(f"{name}[{method}-{relation}]" for method in methods for relation in relations)
+
+
 # Module → its tests. They run in the order of what they have killed and how long they take.
 TESTS: dict[str, tuple[str, ...]] = {
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
@@ -95,6 +104,26 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/accountant.py": PRICES,
     "privacy/calibration.py": PRICES,
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
+    # The wiring: what a method asks, samples, draws and hands on.
+    "sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
+    "training.py": (*wired("datalens moments", "datalens topk-sign", "dpmerf"), "wiring/test_twins_released.py"),
+    "spending.py": ("unit/test_data_budget.py", "e2e/test_budget.py"),
+    "learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
+    "voting.py": ("unit/test_voting.py",),
+    "critics.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
+    "crowd.py": ("unit/test_ranks.py", *wired("datalens topk-sign")),
+    "methods/datalens.py": (
+        *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
+        "wiring/test_methods.py::test_plugins_are_walked_too",
+    ),
+    "methods/dcgan.py": wired("dcgan"),
+    "methods/dpgan.py": (*wired("dpgan"), "unit/test_noisy_critic.py"),
+    "methods/dpsgd_gan.py": (*wired("dpsgd-gan"), "unit/test_noisy_critic.py"),
+    "methods/dpmerf.py": (*wired("dpmerf"), "unit/test_dpmerf.py"),
+    "methods/gpate.py": (*wired("gpate"), "unit/test_votes.py"),
+    "methods/gswgan.py": (*wired("gswgan"), "unit/test_one_of_many.py"),
+    "methods/moments.py": (*wired("datalens moments"), "unit/test_record_moments.py"),
+    "methods/pategan.py": (*wired("pategan gnmax", "pategan laplace"), "unit/test_votes.py"),
     "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
 }
 

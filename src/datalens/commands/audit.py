@@ -127,6 +127,21 @@ class AuditMethods:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditWiring:
+    """Watch tiny runs of every method: does anything but what is paid for reach the released side? No data is read."""
+
+    method: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: all, and sgd)")] = None
+    """One method, also one that another package brings."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.evaluate import wiring
+
+        result = wiring.report(self.method)
+        return audited(result, wiring.report_lines(result), json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditAttacks:
     """Attack a synthetic set: membership and copies. For the owner: the result is not covered by ε."""
 
@@ -174,6 +189,7 @@ Audit = (
     | Annotated[AuditEndToEnd, subcommand("end-to-end")]
     | Annotated[AuditMoments, subcommand("moments")]
     | Annotated[AuditMethods, subcommand("methods")]
+    | Annotated[AuditWiring, subcommand("wiring")]
     | Annotated[AuditAttacks, subcommand("attacks")]
 )
 
