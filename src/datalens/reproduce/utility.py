@@ -65,7 +65,7 @@ def cells(full: bool) -> list[Cell]:
         if full and main:
             teachers = TEACHERS.get(DATA[dataset], {})
             methods[ALONE] = {"method": "datalens", "warm_start": "off"} | teachers
-            methods[PAPER] = {"method": "datalens-paper"} | teachers
+            methods[PAPER] = {"method": "datalens-paper", "network": "compact"} | teachers
         for method, options in methods.items():
             for seed in range((SEEDS if main else FEWER) if full else 1):
                 asked = common | options | {"seed": seed}
@@ -169,4 +169,5 @@ TABLE = Table(
     scoring=scoring,
     rows=rows,
     markdown=markdown,
+    shares_runs=True,
 )
