@@ -3,13 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from datalens.commands.common import DataFolder, Json, show
 from datalens.config import Classes, Grayscale, ImageSize, Label, RecordId, TrainOptions, WarmStart
-from datalens.settings import MethodName, MomentSettings, Settings
+from datalens.settings import MethodName, MomentSettings, NetworkName, Settings, TrainSettings
 
 _NOISE_OF_MOMENTS = (
     "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
@@ -18,6 +18,7 @@ _NOISE_OF_MOMENTS = (
 
 
 if TYPE_CHECKING:
+    from datalens.datasets.schema import Schema
     from datalens.theory.choose import Suggestion
 
 
@@ -47,6 +48,9 @@ class Plan:
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
     """As for `train`."""
     warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
+    network: Annotated[NetworkName | None, arg(help_behavior_hint="(default: from the preset)")] = None
+    teachers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
     json: Json = False
 
     def __call__(self) -> int:
@@ -75,9 +79,11 @@ class Plan:
         else:
             how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
         suggested = suggestion(settings)
+        seconds = _seconds(settings, schema)
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
+            *([] if seconds is None else [f"time: {_duration(seconds)} on this CPU, by a timed step on random images"]),
             *(f"expect: {line}" for line in expected),
             "",
             f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
@@ -94,12 +100,30 @@ class Plan:
             *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
-        fields = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
+        fields: dict[str, Any] = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
         fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
         if suggested:
             fields["suggested"] = suggested.as_dict()
+        if seconds is not None:
+            fields["seconds"] = round(seconds, 1)
         show(fields, lines, json=self.json)
         return 0
+
+
+def _seconds(settings: TrainSettings, schema: "Schema") -> float | None:
+    """What training will take, where teachers vote; None for methods that take seconds, or that nobody has timed."""
+    if not isinstance(settings, Settings):
+        return None
+    from datalens.methods.datalens import seconds_a_step
+
+    return settings.steps * seconds_a_step(settings, schema)
+
+
+def _duration(seconds: float) -> str:
+    """About how long, for a person."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def _advice(best: "Suggestion", settings: Settings) -> str:

@@ -8,15 +8,18 @@ Differs from the paper:
 - one event is charged per batch of m images, with sensitivity 2√(km): the same cost as m events of 2√k.
 """
 
+import dataclasses
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from datalens.basis import Basis, make_basis
-from datalens.bounded.contributions import Contributions, Gradients
+from datalens.bounded.contributions import Contributions, Gradients, sum_bounded
 from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
 from datalens.bounded.third_party import PerTeacher
@@ -30,14 +33,14 @@ from datalens.errors import BudgetExceeded
 from datalens.plugins import compressor
 from datalens.privacy.mechanisms import Mechanism
 from datalens.private.networks import Network, network_named
-from datalens.private.partition import Rule, rule_named
+from datalens.private.partition import Partition, Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.progress import say
 from datalens.released import classes
 from datalens.released.decode import Decode, agreement
 from datalens.released.generator import can_show, dcgan_architecture
-from datalens.released.student import Student
+from datalens.released.student import Fakes, Student
 from datalens.runs import Run
 from datalens.settings import COMPRESSORS, Settings
 
@@ -145,6 +148,34 @@ def make_teachers(shares: Shares, settings: Settings, schema: Schema, *, chunk: 
         seed=s.seed,
         chunk=chunk,
     )
+
+
+def seconds_a_step(settings: Settings, schema: Schema) -> float:
+    """Estimate from one timed step of a few teachers, on random images, what a step takes on this machine's CPU."""
+    s, random = settings, torch.Generator().manual_seed(0)
+    threads = torch.get_num_threads()
+    some = dataclasses.replace(s, teachers=min(s.teachers, 16 * threads))
+    shown = Fakes(
+        images=torch.rand(s.batch, *schema.shape, generator=random),
+        labels=torch.arange(s.batch) % len(schema.classes),
+        step=0,
+    )
+    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
+    share = np.arange(some.teachers)
+    pixels = torch.randint(256, (len(share), schema.height, schema.width, schema.channels), generator=random)
+    features = network.record_features(pixels.to(torch.uint8))
+    labels = torch.from_numpy(share % len(schema.classes))
+    teachers = make_teachers(Shares(features, labels, Partition(share=share, teachers=some.teachers)), some, schema)
+    compress = make_compress(s)
+
+    def once(repeats: int) -> float:
+        began = time.perf_counter()
+        teachers.fit_step(shown, step=0, repeats=repeats)
+        sum_bounded(teachers.rows(shown, compress, step=0))
+        return time.perf_counter() - began
+
+    once(1)  # the first one pays for what libraries prepare
+    return once(s.teacher_steps) * s.teachers / some.teachers
 
 
 def make_compress(settings: Settings) -> Callable[[Gradients], Contributions]:

@@ -15,8 +15,8 @@ PER_CLASS = 40  # images of a class that are looked at
 MOST_CLASSES = 10  # the first so many: a hundred classes would cost more than a step of the student
 EVERY = 5  # steps between two looks
 FEWEST_STEPS = 20  # of a run that can be expected to have learned something
-# Below this ratio of the two distances labels mean next to nothing. Seen on digits: 0.02 to 0.3 where they did not reach
-# the votes, over 1 where they were learned; on MNIST 0.1 and 0.8.
+# Below this ratio of the two distances labels mean next to nothing. Seen on digits: 0.0 to 0.3 where they did not
+# reach the votes, over 1 where they were learned; on MNIST 0.1 and 0.8.
 IGNORED = 0.3
 COLLAPSED = 0.01  # of the range of a pixel: the root mean square difference between images and their mean
 
