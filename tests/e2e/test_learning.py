@@ -38,6 +38,9 @@ SLOW: dict[str, tuple[dict[str, Any], float]] = {
     "dcgan": ({"method": "dcgan", "epsilon": INF, "steps": 300, "batch": 64}, 0.6),
     "pategan": ({"method": "pategan", "epsilon": INF}, 0.6),
     "gpate": ({"method": "gpate", "epsilon": INF, "steps": 60}, 0.5),
+    "gswgan": ({"method": "gswgan", "epsilon": INF, "preset": "quick"}, 0.5),
+    "dpgan": ({"method": "dpgan", "epsilon": INF, "preset": "quick", "steps": 200}, 0.4),
+    "dpsgd-gan": ({"method": "dpsgd-gan", "epsilon": INF, "preset": "quick", "steps": 40}, 0.6),
 }
 EVERY = [
     *(pytest.param(*how, id=name) for name, how in QUICK.items()),

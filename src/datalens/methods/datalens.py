@@ -35,7 +35,7 @@ from datalens.privacy.mechanisms import Mechanism
 from datalens.private.networks import Network, network_named
 from datalens.private.partition import Partition, Rule, rule_named
 from datalens.private.shares import Shares
-from datalens.private.teachers import Teachers
+from datalens.private.teachers import Teachers, plan_memory
 from datalens.progress import say
 from datalens.released import classes
 from datalens.released.decode import Decode, agreement
@@ -153,14 +153,14 @@ def make_teachers(shares: Shares, settings: Settings, schema: Schema, *, chunk: 
 def seconds_a_step(settings: Settings, schema: Schema) -> float:
     """Estimate from one timed step of a few teachers, on random images, what a step takes on this machine's CPU."""
     s, random = settings, torch.Generator().manual_seed(0)
-    threads = torch.get_num_threads()
-    some = dataclasses.replace(s, teachers=min(s.teachers, 16 * threads))
+    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
+    chunk = plan_memory(s.teachers, *network.bytes_per_teacher(s.batch), torch.device("cpu")).chunk
+    some = dataclasses.replace(s, teachers=min(s.teachers, chunk * torch.get_num_threads()))
     shown = Fakes(
         images=torch.rand(s.batch, *schema.shape, generator=random),
         labels=torch.arange(s.batch) % len(schema.classes),
         step=0,
     )
-    network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
     share = np.arange(some.teachers)
     pixels = torch.randint(256, (len(share), schema.height, schema.width, schema.channels), generator=random)
     features = network.record_features(pixels.to(torch.uint8))

@@ -2,7 +2,7 @@
 
 import math
 
-from datalens.reproduce.compared import ALONE, DATA, OURS, PRINTED, options, said
+from datalens.reproduce.compared import ALONE, DATA, OURS, PRINTED, TO_THE_LETTER, options, said
 from datalens.reproduce.harness import Cell, Scoring, Table
 
 # The paper's printed values: data set → that of DC-GAN, without privacy.
@@ -33,6 +33,8 @@ def cells(full: bool) -> list[Cell]:
             found.append(Cell(row=f"{dataset} ε=∞", column="DC-GAN", paper=DCGAN[printed], options=ceiling))
         for epsilon in (1, 10) if full else (1,):
             values: dict[str, float | None] = dict(zip(PRINTED, PAPER[printed, epsilon], strict=True))
+            if full and dataset in ("MNIST", "Fashion-MNIST"):
+                values[TO_THE_LETTER] = values["DataLens"]
             for method, value in (values | {OURS: None, ALONE: None}).items():
                 if not every and method not in ("DataLens", OURS, ALONE):
                     continue
