@@ -255,7 +255,8 @@ def test_a_seed_is_that_of_training_sampling_and_classifier(tmp_path: Path, monk
     assert sampled == [{"count": 100, "seed": 0, "device": cpu}, {"count": 100, "seed": 1, "device": cpu}]
     assert row["seeds"] == 2 and row["private"] and 0 < row["ours"] < 1 and row["epsilon_spent"] <= 1
     assert row["fit_seconds"] > 0 and row["classifier"].startswith("AugmentedCNN")
-    runs = sorted((tmp_path / "small-quick" / "runs").iterdir())
-    assert [run.name for run in runs] == ["digits-eps1-tiny-seed0", "digits-eps1-tiny-seed1"]
+    runs = [tmp_path / "runs-quick" / cell.run_name for cell in cells]
+    assert runs[0].name != runs[1].name
+    assert cells[0].run_name == dataclasses.replace(cells[0], options=options).run_name  # seed 0 is the default
     assert [json.loads((run / "config.json").read_text())["settings"]["seed"] for run in runs] == [0, 1]
     assert all(check_release(run / "release").problems == () for run in runs)

@@ -731,7 +731,7 @@ def test_a_line_that_is_no_json_is_refused_however_well_it_is_chained(tmp_path: 
     Ledger.create(path, BUDGET).close()
     body = json.loads(path.read_text())
     for value in (0.5, math.nan, math.inf):
-        line = {name: item for name, item in body.items() if name != "hash"} | {"remark": value}
+        line = {name: item for name, item in body.items() if name != "hash"} | {"delta": value}
         text = json.dumps(line, sort_keys=True, separators=(",", ":"))
         signed = line | {"hash": hashlib.sha256(text.encode()).hexdigest()}
         path.write_text(json.dumps(signed, sort_keys=True, separators=(",", ":")) + "\n")

@@ -332,9 +332,10 @@ def test_where_numbers_lie_decides_nothing() -> None:
         assert found.stdout.split() == ["True", then]
 
 
-def test_a_cpu_on_which_it_does_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["rounds_alike", "convolves_alike"])
+def test_a_cpu_on_which_it_does_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = records()
-    monkeypatch.setattr("datalens.private.layers.rounds_alike", lambda: False)
+    monkeypatch.setattr(f"datalens.private.layers.{what}", lambda: False)
     with pytest.raises(DatalensError, match="MKL_CBWR=AUTO,STRICT"):
         make_teachers(InDouble(networks()["spectral"]), images, labels)
 
@@ -353,6 +354,22 @@ def test_a_twin_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     layers.rounds_alike.cache_clear()
     assert layers.rounds_alike()
+
+
+def test_a_twin_that_convolves_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datalens.private import layers
+
+    convolution = torch.nn.functional.conv2d
+
+    def by_place(images: Tensor, *rest: object, **more: object) -> Tensor:
+        return convolution(images, *rest, **more) * (1 + 1e-6 * (images.data_ptr() % 64 > 0))  # type: ignore[arg-type]
+
+    layers.convolves_alike.cache_clear()
+    monkeypatch.setattr(torch.nn.functional, "conv2d", by_place)
+    assert not layers.convolves_alike()
+    monkeypatch.undo()
+    layers.convolves_alike.cache_clear()
+    assert layers.convolves_alike()
 
 
 def test_a_chunk_that_was_asked_for_and_does_not_fit_names_one_that_does() -> None:

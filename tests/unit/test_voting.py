@@ -42,15 +42,15 @@ def test_queries_together_cost_what_they_cost_one_by_one() -> None:
     assert together.spent() == pytest.approx(alone.spent(), rel=1e-9)
 
 
-def test_past_the_budget_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_past_the_budget_no_noise_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from datalens.privacy import noise
 
     book = ledger(0.1)
 
     def never(*_: object) -> None:
-        raise AssertionError("noise was drawn before it was paid for")
+        raise AssertionError("noise was taken before it was paid for")
 
-    monkeypatch.setattr(noise.ExactNoise, "integers", never)
+    monkeypatch.setattr(noise.Held, "take", never)
     with pytest.raises(BudgetExceeded):
         topagg(agreed(), k=3, sigma=1.0, ledger=book)
     assert book.events == ()

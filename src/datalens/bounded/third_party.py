@@ -1,6 +1,7 @@
 """Rows by a function somebody else wrote: of one teacher's gradient at a time, and held to a bound like all rows."""
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from datalens import streams
 from datalens.bounded.contributions import Contributions, Gradients
 from datalens.errors import DatalensError
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,10 @@ class PerTeacher:
             raise DatalensError(f"a compressor's rows need a bound above 0, not {self.l2_bound}")
 
     def __call__(self, gradients: Gradients) -> Contributions:
+        with _ONE_AT_A_TIME:  # chunks of teachers run side by side, and somebody else's code may keep scratch memory
+            return self._rows_of(gradients)
+
+    def _rows_of(self, gradients: Gradients) -> Contributions:
         values = gradients.values  # [teachers, m, d]
         count = values[0].numel()
         uniform = streams.uniform(self.seed, "plug-in", gradients.step, teachers=gradients.teachers, count=count)

@@ -109,6 +109,28 @@ def rounds_alike() -> bool:
     return all(torch.equal(torch.bmm(a[first:], b[first:]), whole[first:]) for first in range(1, 7))
 
 
+@cache
+def convolves_alike() -> bool:
+    """Whether the same holds for `convolve` and its gradients."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((3, 4, 9, 9, 2), (3, 50, 8), (3, 8), (3, 4, 5, 5, 8))
+    given = [torch.randn(shape, generator=random) for shape in shapes]
+
+    def slopes(by: int) -> list[Tensor]:
+        x, weight, bias, slope = (moved(values, by) for values in given)
+        inputs = [value.requires_grad_() for value in (x, weight, bias)]
+        made = _OneByOne.apply(*inputs)
+        return [made.detach(), *torch.autograd.grad(made, inputs, slope)]
+
+    first = slopes(0)
+    return all(all(map(torch.equal, first, slopes(by))) for by in (1, 3, 4, 7, 8, 13))
+
+
+def moved(values: Tensor, by: int) -> Tensor:
+    """The same numbers, so many places further in memory."""
+    return torch.cat([torch.zeros(by), values.flatten()])[by:].view(values.shape)
+
+
 def lookup(table: Tensor, labels: Tensor) -> Tensor:
     """Row `labels[i, j]` of teacher i's table [n, classes, d] → [n, b, d]."""
     if kernels_for(table):  # the gradient of `gather` on a GPU adds in an order of its own, another one each time

@@ -70,7 +70,7 @@ class Teachers:
         chunk: int | None = None,
         room: int | None = None,
     ) -> None:
-        if shares.device.type == "cpu" and not layers.rounds_alike():
+        if shares.device.type == "cpu" and not (layers.rounds_alike() and layers.convolves_alike()):
             raise DatalensError(
                 "on this CPU a teacher's last bits would depend on where its numbers lie in memory: import datalens "
                 "before torch is used, or set MKL_CBWR=AUTO,STRICT"
