@@ -182,11 +182,14 @@ def _scale(x: Tensor, y: Tensor) -> Tensor:
     """The largest number of each output over the rows, so that a class masked by -1e9 hides nothing of the others.
 
     No larger than any number that differs at all: where a mask is each record's own, every output may have one. No
-    smaller than `FLOOR`, unless all numbers are: what should be 0 is rounded too.
+    smaller than all but a tenth of those, or than `FLOOR`, unless all numbers are: what should be 0 is rounded too.
     """
     sizes = x.abs().where(x.isfinite(), 0)
-    differing = sizes.where(x != y, 0).max()
-    return sizes.amax(0).clamp(max=differing).clamp(min=FLOOR).clamp(max=sizes.max())
+    differing = sizes[x != y].sort().values
+    if not len(differing):
+        return sizes
+    usual = differing[len(differing) // 10].clamp(min=FLOOR)
+    return sizes.amax(0).clamp(max=differing[-1]).clamp(min=usual).clamp(max=sizes.max())
 
 
 def _is_row(leaf: Any, count: int | None = None) -> bool:

@@ -255,6 +255,9 @@ def test_numbers_that_are_rounded_otherwise_are_not_mixed() -> None:
     first, second = torch.tensor([[1.0, 1e-8], [2.0, -1e-8]]), torch.tensor([[1.0 + 1e-6, 2e-8], [2.0, 1e-8]])
     assert not mixing._far([first], [second], mixing.NEAR)
     assert mixing._far([1e-9 * first], [1.1e-9 * first], mixing.NEAR)
+    loud = torch.linspace(1e4, 1e5, 20).repeat(2, 1)
+    loud[:, 3] = 1e-2  # what rounding leaves of a difference of such numbers
+    assert not mixing._far([loud], [loud + 1e-2], mixing.NEAR)
     assert mixing._far([torch.tensor([math.inf])], [torch.tensor([1.0])], mixing.NEAR)
     assert not mixing._far([torch.tensor([math.inf, math.nan])], [torch.tensor([math.inf, math.nan])], mixing.SAME)
     assert not mixing._far([torch.zeros(2, 0)], [torch.zeros(2, 0)], mixing.SAME)
