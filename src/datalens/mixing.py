@@ -181,8 +181,9 @@ def _far(first: list[Tensor], second: list[Tensor], limit: float) -> bool:
 def _scale(x: Tensor, y: Tensor) -> Tensor:
     """The largest number of each output over the rows, so that a class masked by -1e9 hides nothing of the others.
 
-    No larger than any number that differs at all: where a mask is each record's own, every output may have one. No
-    smaller than all but a tenth of those, or than `FLOOR`, unless all numbers are: what should be 0 is rounded too.
+    No larger than the largest number that differs at all: where each record has its own mask, every output may have one
+    in some row. No smaller than a tenth of the differing numbers are, or than `FLOOR`, unless all numbers are smaller:
+    what should be 0 is rounded too.
     """
     sizes = x.abs().where(x.isfinite(), 0)
     differing = sizes[x != y].sort().values

@@ -135,10 +135,17 @@ def test_no_copy_takes_it_along(wrapped: bool) -> None:
         lambda: copy.deepcopy(plain),
         lambda: torch.optim.swa_utils.AveragedModel(plain),
         lambda: torch.save(model, io.BytesIO()),
+        lambda: copy.deepcopy(keeper),  # a part
+        lambda: torch.optim.swa_utils.AveragedModel(keeper),
+        lambda: torch.save(keeper, io.BytesIO()),
     ]
-    assert copies[0]().state_dict() and copies[3]().state_dict()
+    for good in (copies[0](), copies[3](), copies[5](), copies[6]()):
+        assert copy.deepcopy(good).state_dict()
+    copies[7]()
+    early = copy.deepcopy(keeper)
     keeper.keeps = True
     model(X)
+    assert copy.deepcopy(early).state_dict()  # a copy is of its own day
     for take in copies:
         with pytest.raises(DatalensError, match="has changed"):
             take()
