@@ -26,6 +26,7 @@ from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise
 from datalens.released.classifier import seeded
+from datalens.sampled_model import sampled_module
 
 
 def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callable[[], object]:
@@ -45,7 +46,7 @@ def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callabl
         gate = GradientGate(Ledger.in_memory(budget), schedule, SecureNoise(), blocks=1)
         plan = Plan(compress=compress, schedule=schedule, batch_size=batch)
         optimizer = PrivateOptimizer(sgd, plan=plan, gate=gate)
-        optimizer.watch(model)
+        optimizer.watch(sampled_module(model))
 
     def step() -> None:
         optimizer.zero_grad()

@@ -22,7 +22,8 @@ from datalens.watching import StateWatch
 
 ROWS, PLACE = 7, 3  # of a trial, and the one that is changed; 7: fewer things than with 8 happen to have as many rows
 SEEDS = (0, 1, 2)  # what is blended with what may be drawn
-SAME, NEAR = 1e-4, 1e-2  # of the largest number: in batches of one size, and where rounding may differ
+SAME, NEAR = 1e-4, 1e-2  # of what is usual in an output: in batches of one size, and where rounding may differ
+FLOOR = 1e-3  # what is usual is no less, unless all numbers are
 
 
 Given = Callable[[], Any]  # what a run is given, each time anew
@@ -164,16 +165,32 @@ def _rows(run: Callable[[Any], Any], given: Any, seed: int, count: int) -> list[
 
 
 def _far(first: list[Tensor], second: list[Tensor], limit: float) -> bool:
-    """Whether two outputs differ by more than `limit` of the largest number, or in shape."""
+    """Whether two outputs differ by more than `limit` of what is usual there, or in shape."""
     if [part.shape for part in first] != [part.shape for part in second]:
         return True
     for a, b in zip(first, second, strict=True):
         x, y = a.to(torch.complex128), b.to(torch.complex128)
-        sizes = x.abs()[x.isfinite()]
-        largest = float(sizes.max()) if sizes.numel() else 0.0
-        if not torch.isclose(x, y, rtol=0.0, atol=limit * largest, equal_nan=True).all():
+        if x.numel() == 0:
+            continue
+        same = (x == y) | (x.isnan() & y.isnan())
+        if not (same | ((x - y).abs() <= limit * _scale(x, y))).all():
             return True
     return False
+
+
+def _scale(x: Tensor, y: Tensor) -> Tensor:
+    """The largest number of each output over the rows, so that a class masked by -1e9 hides nothing of the others.
+
+    No larger than the largest number that differs at all: where each record has its own mask, every output may have one
+    in some row. No smaller than a tenth of the differing numbers are, or than `FLOOR`, unless all numbers are smaller:
+    what should be 0 is rounded too.
+    """
+    sizes = x.abs().where(x.isfinite(), 0)
+    differing = sizes[x != y].sort().values
+    if not len(differing):
+        return sizes
+    usual = differing[len(differing) // 10].clamp(min=FLOOR)
+    return sizes.amax(0).clamp(max=differing[-1]).clamp(min=usual).clamp(max=sizes.max())
 
 
 def _is_row(leaf: Any, count: int | None = None) -> bool:

@@ -29,10 +29,11 @@ from datalens import live
 from datalens.board import Board, is_due
 from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
+from datalens.places import check_text, check_vacant
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.settings import AnySettings, parse_settings
-from datalens.wholeness import check_whole, used
+from datalens.wholeness import check_kept, check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,19 @@ class Run:
         return cls.open(path)
 
     @classmethod
+    def resume(cls, path: Path) -> "Run":
+        """Open a run that is to go on from what it has learned."""
+        run = cls.open(path)
+        try:
+            check_kept(path, ledger=run.ledger, journal=run.journal, checkpoint=path / "checkpoints" / LATEST)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
     def open(cls, path: Path) -> "Run":
+        check_text(path)
         config = read_config(path)
         lock = open(path / "lock", "wb", opener=for_the_owner)  # noqa: SIM115
         try:
@@ -359,16 +372,6 @@ def _damage_explained(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
         raise DatalensError(f"{path} is damaged ({type(error).__name__}): {_WHAT_TO_DO}") from error
-
-
-def check_vacant(path: Path) -> None:
-    """Whether a run may begin there."""
-    if path.name in ("", ".."):
-        raise DatalensError(f"--out {path} is no folder of its own: give it a name")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        resumable = (path / "ledger.jsonl").exists()
-        advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
-        raise DatalensError(f"{path} exists already: {advice}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

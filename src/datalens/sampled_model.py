@@ -22,7 +22,9 @@ NO_GHOSTS = (
 
 
 def sampled_module(model: nn.Module, loss_reduction: str = "mean") -> GradSampleModule:
+    """A model with Opacus's hooks. One that has them already becomes a `Sampled` as it is, so that copies are seen."""
     if isinstance(model, GradSampleModule):
+        model.__class__ = Sampled
         return model
     return Sampled(model, loss_reduction=loss_reduction)
 
@@ -82,6 +84,11 @@ def check_model(model: nn.Module, optimizer: Optimizer, loss_reduction: str) -> 
         raise DatalensError(f"loss_reduction must be mean or sum, not {loss_reduction}")
     inner = model._module if isinstance(model, GradSampleModule) else model
     if isinstance(model, GradSampleModule):
+        if type(model) not in (GradSampleModule, Sampled):
+            raise DatalensError(
+                f"{type(model).__name__} is a GradSampleModule of your own, whose copies nobody looks at: wrap the "
+                "model in opacus.GradSampleModule itself, or in nothing"
+            )
         check_reduction(model, loss_reduction)
     elif hasattr(model, "autograd_grad_sample_hooks"):
         raise DatalensError("this model has Opacus's hooks already: give its GradSampleModule, or a new model")

@@ -23,9 +23,10 @@ from datalens.datasets.records import Dataset, record_keys
 from datalens.datasets.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.guidance import read_off_warnings, warnings
+from datalens.places import check_vacant
 from datalens.privacy.ledger import json_number, sync_directory
 from datalens.progress import say
-from datalens.runs import Run, check_vacant, write_atomically
+from datalens.runs import Run, write_atomically
 from datalens.settings import SgdSettings
 from datalens.sgd_plan import SgdOptions, as_begun, plan, schedule_of
 from datalens.spending import begin, check_room, go_on
@@ -63,7 +64,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
     data = Data.read(options, settings, device)
     if options.resume:
         go_on(options.out)
-        run = Run.open(options.out)
+        run = Run.resume(options.out)
     else:
         for line in read_off_warnings(schema):
             say(f"warning: {line}")

@@ -13,12 +13,13 @@ from datalens.datasets.schema import Schema
 from datalens.errors import DatalensError
 from datalens.guidance import costs
 from datalens.peers.settings import PeerSettings
+from datalens.places import check_vacant
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import counted, say
-from datalens.runs import Run, check_vacant, read_config, write_atomically
+from datalens.runs import Run, read_config, write_atomically
 from datalens.settings import AnySettings, MomentSettings, SgdSettings, parse_settings
 
 

@@ -19,10 +19,11 @@ from datalens.guidance import hopeless, read_off_warnings, warnings
 from datalens.job import Job, make_job
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import code_of
+from datalens.places import check_vacant
 from datalens.privacy.ledger import json_number
 from datalens.private.partition import check_enough
 from datalens.progress import say
-from datalens.runs import LATEST, Run, check_vacant, read_config
+from datalens.runs import Run, read_config
 from datalens.settings import MomentSettings, Settings, TrainSettings
 from datalens.spending import begin, check_room, go_on
 
@@ -305,13 +306,7 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
         go_on(options.out)
-        run = Run.open(options.out)
-        try:
-            _check_state(run)
-        except BaseException:
-            run.close()
-            raise
-        return run
+        return Run.resume(options.out)
     check_vacant(options.out)
     assert job.budget is not None
     check_room(options, job.settings, job.schema, job.budget)
@@ -320,17 +315,6 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None
-
-
-def _check_state(run: Run) -> None:
-    """A run that would begin again, with what is left to spend, does not replace the release of what it had learned."""
-    begun = bool(run.ledger.events) and math.isfinite(run.ledger.budget.epsilon) and (run.path / "release").exists()
-    kept = (run.path / "checkpoints" / LATEST).exists() or run.journal.find(run.ledger, step=0) is not None
-    if begun and not kept:
-        raise DatalensError(
-            f"{run.path} has neither a checkpoint nor a journal of what it has learned, and would begin again with "
-            "what is left of its budget. Nothing was spent, and its release stands: keep that, or move it away to go on"
-        )
 
 
 def _create(options: TrainOptions, job: Job, data: Data, *, teachers: int = 1) -> Run:

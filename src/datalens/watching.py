@@ -85,19 +85,12 @@ class StateWatch:
         )
 
     def attach(self, busy: Callable[[], bool]) -> None:
-        """Check whenever state_dict() is asked for, of a part too; remember what load_state_dict() of the model sets.
+        """Check whenever state_dict(), or a copy, is asked for, of a part too; remember what load_state_dict() sets.
 
-        Not while a step is made. Copies of the model have these hooks too, and are left alone.
+        Not while a step is made. Copies of the model are left alone.
         """
         model = self._model
         persistent = set(model.state_dict())
-
-        def leaving(name: str, layer: nn.Module) -> Callable[..., None]:
-            def look(module: nn.Module, *_: Any) -> None:
-                if module is layer:
-                    self.check(None if layer is model else name)
-
-            return look  # a function, and no partial: a copy of the model would have one with a copy of the layer
 
         def loading(module: nn.Module, *_: Any) -> None:
             if module is model and busy():
@@ -110,9 +103,32 @@ class StateWatch:
                 self.remember(tensor for name, tensor in self._now().items() if name.split(" ", 1)[1] in set_now)
 
         for name, layer in model.named_modules():
-            layer.register_state_dict_pre_hook(leaving(name, layer))
+            layer.register_state_dict_pre_hook(_Leaving(self, None if layer is model else name, layer))
         model.register_load_state_dict_pre_hook(loading)
         model.register_load_state_dict_post_hook(loaded)
+
+
+class _Leaving:
+    """A hook of a layer's state_dict(), also asked when the layer is copied or pickled. Its copies look at nothing."""
+
+    def __init__(self, watch: StateWatch, within: str | None, layer: nn.Module) -> None:
+        self._watch, self._within, self._layer = watch, within, layer
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if module is self._layer:
+            self._watch.check(self._within)
+
+    def __reduce__(self) -> Any:
+        self._watch.check(self._within)
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _look_at_nothing
+
+
+def _look_at_nothing(*_: Any) -> None:
+    pass
 
 
 def _bits(tensor: Tensor) -> Tensor:

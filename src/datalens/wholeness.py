@@ -1,9 +1,14 @@
-"""Whether the ledger of a run folder has every charge that the run has used: if not, its certificate would be false."""
+"""Whether a run folder has all that a run needs to go on.
+
+Its ledger must have every charge that the run has used: if not, its certificate would be false. What it has learned
+must be there, if it was released.
+"""
 
 import json
+import math
 from pathlib import Path
 
-from datalens.errors import TamperedError
+from datalens.errors import DatalensError, TamperedError
 from datalens.paid import steps_paid
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger
@@ -34,6 +39,20 @@ def check_whole(run: Path, *, settings: AnySettings, ledger: Ledger, checkpoint:
         raise TamperedError(
             f"{run / LEDGER} has {len(ledger.events)} charges, but {found}: it was cut, or is another run's, and a "
             "certificate made from it would be false; put the whole ledger back, or start another run"
+        )
+
+
+def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path) -> None:
+    """Refuse a run that would begin again, with what is left to spend, and replace the release of what it had learned.
+
+    Raises:
+        DatalensError: there is a release of a finite budget, and nothing to go on from.
+    """
+    begun = bool(ledger.events) and math.isfinite(ledger.budget.epsilon) and (run / "release").exists()
+    if begun and not checkpoint.exists() and journal.find(ledger, step=0) is None:
+        raise DatalensError(
+            f"{run} has neither a checkpoint nor a journal of what it has learned, and would begin again with what is "
+            "left of its budget. Nothing was spent, and its release stands: keep that, or move it away to go on"
         )
 
 

@@ -169,6 +169,29 @@ def test_out_is_here(datalens, small, tmp_path, monkeypatch):
     datalens("train", *small, "--steps", 1, "--out", ".").refused()
 
 
+@pytest.mark.parametrize("command", ["train", "sgd"])
+def test_out_is_no_text(datalens, small, tmp_path, command):
+    """A release could not be written there: known before anything is charged or set aside."""
+    options = small if command == "train" else ("--data", "digits", "--epsilon", 3, "--epochs", 2, "--clip", 1)
+    budget = tmp_path / "budget"
+    datalens("budget", budget, "--epsilon", 10, "--delta", 1e-5).succeeded()
+    before = {path: path.read_bytes() for path in budget.rglob("*") if path.is_file()}
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xffy"))
+    for place in (out, out / "run"):
+        line = datalens(command, *options, "--budget", budget, "--out", place).refused(after_start=True)
+        assert "x\\udcffy" in line and "choose another --out" in line
+    assert not out.exists() and os.listdir(tmp_path) == ["budget"]
+    assert {path: path.read_bytes() for path in budget.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_was_moved_where_no_text_leads(datalens, copy, tmp_path):
+    moved = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xffy"))
+    copy.rename(moved)
+    ledger = (moved / "ledger.jsonl").read_bytes()
+    line = datalens("train", "--out", moved, "--resume").refused(after_start=True)
+    assert "x\\udcffy" in line and (moved / "ledger.jsonl").read_bytes() == ledger
+
+
 def test_resume_of_nothing(datalens, tmp_path):
     assert "is not a run" in datalens("train", "--out", tmp_path / "nosuch", "--resume").refused()
     assert "is not a run" in datalens("train", "--out", tmp_path, "--resume").refused()

@@ -1,6 +1,7 @@
 """DataLens from Python, as a user of scikit-learn would type it."""
 
 import hashlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,14 @@ def test_persons_as_the_unit(tmp_path: Path) -> None:
     assert not any(b"patient number" in path.read_bytes() for path in (tmp_path / "r").iterdir())  # no id leaves
     with pytest.raises(DatalensError, match="ids must be 300"):
         DataLens(**SMALL, **PUBLIC).fit(images, labels, groups=persons[:5])
+
+
+def test_out_is_no_text(tmp_path: Path) -> None:
+    """Refused before anything is charged: weights cannot be written there."""
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/x\xffy")
+    with pytest.raises(DatalensError, match="no text"):
+        DataLens(**SMALL, **PUBLIC, out=out).fit(*pictures())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_private_is_left_behind(model: DataLens) -> None:

@@ -169,6 +169,24 @@ def test_a_run_that_was_asked_to_stop_loses_nothing(
     assert check_release(run / "release").problems == ()
 
 
+def test_a_run_whose_checkpoint_is_gone_does_not_replace_its_release(
+    datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin at step 0 with what is left to spend."""
+    run = tmp_path / "run"
+    at_step(monkeypatch, 13, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert datalens("sgd", *SMALL, "--out", run).code == 130
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    kept = ["ledger.jsonl", "parked.json", *(f"release/{path.name}" for path in (run / "release").iterdir())]
+    before = {name: (run / name).read_bytes() for name in kept}
+    line = datalens("sgd", "--out", run, "--resume").refused(after_start=True)
+    assert "Nothing was spent" in line and "its release stands" in line
+    assert {name: (run / name).read_bytes() for name in kept} == before
+    (run / "release").rename(run / "kept")  # as the line says
+    assert datalens("sgd", "--out", run, "--resume", "--json").succeeded().json["steps"] < 40
+
+
 def test_a_run_that_was_killed_pays_for_what_it_lost(
     datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

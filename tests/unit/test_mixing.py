@@ -1,5 +1,6 @@
 """Models and collate functions that mix records are found by trial; those that do not are let through."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from datalens import mixing
 from datalens.bounded.norm_topk import NormTopK
 from datalens.errors import DatalensError
 from datalens.methods.dpsgd import PrivateOptimizer, make_private
@@ -197,6 +199,68 @@ def test_few_records(count: int) -> None:
                 make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **asked)
         else:
             make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **asked)
+
+
+class Masked(Net):
+    """Its last column, or numbers of each row, are so large that all others are nothing beside them."""
+
+    def __init__(self, look: Callable[[Tensor], Tensor], mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(look)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mask(super().forward(x))
+
+
+@pytest.mark.parametrize("value", [-1e9, -math.inf])
+@pytest.mark.parametrize("kind", ["mean", "detached mean", "a little", "the row before", "how many", "place"])
+def test_a_masked_class_hides_no_mixing(kind: str, value: float) -> None:
+    """Logits of classes that are left out are often -1e9: what moves beside them is small only in comparison."""
+
+    def column(z: Tensor) -> Tensor:
+        return torch.cat([z, torch.full((len(z), 1), value)], dim=1)
+
+    for mask in (column, lambda z: torch.cat([z, 1e9 * z[:, :1]], dim=1)):
+        with pytest.raises(DatalensError, match="the model mixes records"):
+            private(Masked(MIXING[kind], mask))
+        private(Masked(lambda x: x, mask))
+
+
+@pytest.mark.parametrize("kind", ["mean", "a little", "how many"])
+def test_a_mask_of_each_records_own_hides_none_either(kind: str) -> None:
+    """Every class is masked in some row: no column is without large numbers."""
+
+    class Own(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            masked = F.one_hot((x[:, 0].abs() * 1000).long() % 3, 3).bool()
+            return super().forward(x).masked_fill(masked, -1e9)
+
+    assert {int(v * 1000) % 3 for v in X[:7, 0].abs()} == {0, 1, 2}
+    with pytest.raises(DatalensError, match="the model mixes records"):
+        private(Own(MIXING[kind]))
+    private(Own(lambda x: x))
+
+
+def test_a_collate_function_that_masks_hides_no_mixing() -> None:
+    def centred(items: list[Any]) -> Any:
+        x, y = default_collate(items)
+        return torch.cat([x - x.mean(dim=0), torch.full((len(x), 1), -1e9)], dim=1), y
+
+    with pytest.raises(DatalensError, match=r"the collate function .* mixes records"):
+        private(nn.Linear(7, 3), collate=centred)
+
+
+def test_numbers_that_are_rounded_otherwise_are_not_mixed() -> None:
+    """One output is 0 but for rounding, beside others that are not; and no output is larger than 1e-9."""
+    first, second = torch.tensor([[1.0, 1e-8], [2.0, -1e-8]]), torch.tensor([[1.0 + 1e-6, 2e-8], [2.0, 1e-8]])
+    assert not mixing._far([first], [second], mixing.NEAR)
+    assert mixing._far([1e-9 * first], [1.1e-9 * first], mixing.NEAR)
+    loud = torch.linspace(1e4, 1e5, 20).repeat(2, 1)
+    loud[:, 3] = 1e-2  # what rounding leaves of a difference of such numbers
+    assert not mixing._far([loud], [loud + 1e-2], mixing.NEAR)
+    assert mixing._far([torch.tensor([math.inf])], [torch.tensor([1.0])], mixing.NEAR)
+    assert not mixing._far([torch.tensor([math.inf, math.nan])], [torch.tensor([math.inf, math.nan])], mixing.SAME)
+    assert not mixing._far([torch.zeros(2, 0)], [torch.zeros(2, 0)], mixing.SAME)
 
 
 def test_half_precision_is_let_through_and_mixing_in_it_is_not() -> None:

@@ -374,6 +374,9 @@ def test_one_record_does_not_decide_how_others_are_read():
         formats.from_arrays(IMAGES[:3], [1, 2, 0], nominal_size=3, classes=[1, 2, 3])
     with pytest.raises(DatalensError, match="image 2 has no label"):  # and nobody had one
         formats.from_arrays(Items((IMAGES[0], 1), (IMAGES[1], 0), (IMAGES[2], None)), nominal_size=3)
+    for missing in (float("nan"), np.float32("nan")):  # NaN is not another the second time
+        with pytest.raises(DatalensError, match="image 2 has no label"):
+            formats.from_arrays(Items((IMAGES[0], 1), (IMAGES[1], 0), (IMAGES[2], missing)), nominal_size=3)
     with pytest.raises(DatalensError, match=r"several kinds .int and str"):
         formats.from_arrays(IMAGES[:2], np.array([1, "a"], dtype=object), nominal_size=3)
 

@@ -192,6 +192,15 @@ def test_labels_that_change_are_refused():
         from_arrays(Relabelled(PICTURES, None), nominal_size=200)
 
 
+def test_a_missing_label_is_not_a_changing_one():
+    class Missing(Columns):
+        def __getitem__(self, name):
+            return super().__getitem__(name) if name == "image" else [0.0, 1.0, float("nan")]
+
+    with pytest.raises(DatalensError, match="image 2 has no label"):
+        from_arrays(Missing(PICTURES[:3], lambda image: image), nominal_size=3)
+
+
 def test_why_they_are_refused():
     """Read once, as it came, most other records change when the first one goes."""
 

@@ -1,6 +1,7 @@
 """What a layer writes into the model by itself has no noise: however it is written, it is noticed before it leaves."""
 
 import copy
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,45 @@ def test_after_the_last_step_it_does_not_leave_by_the_state_dict(write: Any, fro
     for out in (model.state_dict, model._module.state_dict, keeper.state_dict, lambda: copy.deepcopy(model)):
         with pytest.raises(DatalensError, match="has changed"):
             out()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_copy_takes_it_along(wrapped: bool) -> None:
+    """Also where the model came with Opacus's hooks: a copy has no noise in it either."""
+    keeper = Keeper(data_copy)
+    plain = nn.Sequential(keeper, nn.Linear(6, 3))
+    model, optimizer, loader = private(GradSampleModule(plain) if wrapped else plain)
+    learn(model, optimizer, *next(iter(loader)))
+    copies: list[Callable[[], Any]] = [
+        lambda: copy.deepcopy(model),
+        lambda: copy.copy(model),
+        lambda: copy.deepcopy(plain),
+        lambda: torch.optim.swa_utils.AveragedModel(plain),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: copy.deepcopy(keeper),  # a part
+        lambda: torch.optim.swa_utils.AveragedModel(keeper),
+        lambda: torch.save(keeper, io.BytesIO()),
+    ]
+    for good in (copies[0](), copies[3](), copies[5](), copies[6]()):
+        assert copy.deepcopy(good).state_dict()
+    copies[7]()
+    early = copy.deepcopy(keeper)
+    keeper.keeps = True
+    model(X)
+    assert copy.deepcopy(early).state_dict()  # a copy is of its own day
+    for take in copies:
+        with pytest.raises(DatalensError, match="has changed"):
+            take()
+
+
+def test_a_module_that_could_copy_itself_is_refused() -> None:
+    class Own(GradSampleModule):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self._module.kept.clone()
+
+    with pytest.raises(DatalensError, match=r"Own is a GradSampleModule of your own.*wrap the model in") as caught:
+        private(Own(nn.Linear(6, 3)))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_trainable_parameter_is_watched_too() -> None:

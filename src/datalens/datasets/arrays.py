@@ -5,6 +5,7 @@ How a record is read is decided by the record and by what was declared, never by
 kinds are refused instead of converted to one, and what a label means follows from the classes.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,11 +251,21 @@ def _check_same(number: int, first: tuple[Any, ...], second: tuple[Any, ...]) ->
     images = [np.asarray(parts[0]) for parts in (first, second)]
     same = [image.shape for image in images], [image.dtype for image in images], [image.tobytes() for image in images]
     whole = images[0].dtype != object  # what is no image at all is refused elsewhere
-    if (whole and not all(a == b for a, b in same)) or not np.array_equal(first[1:], second[1:]):
+    if (whole and not all(a == b for a, b in same)) or not _same_labels(first[1:], second[1:]):
         raise DatalensError(
             f"record {number} of the data set is another when it is read again: leave random transforms out, since "
             "what they make of a record depends on the other records"
         )
+
+
+def _same_labels(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether labels are equal. NaN, which stands for none, is: that one is missing is said elsewhere."""
+
+    def same(a: Any, b: Any) -> bool:
+        missing = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+        return missing or np.array_equal(a, b)
+
+    return len(first) == len(second) and all(map(same, first, second))
 
 
 def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
@@ -269,6 +280,6 @@ def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
     arrays = [_one(image).copy() for image in table[images[0]]]
     for number, image in enumerate(table[images[0]]):
         _check_same(number, (arrays[number],), (_one(image),))
-    if column is not None and not np.array_equal(column, list(table[labels[0]])):
+    if column is not None and not _same_labels(column, list(table[labels[0]])):
         raise DatalensError("labels of the data set are others when they are read again: leave random transforms out")
     return _stacked(arrays), column, names

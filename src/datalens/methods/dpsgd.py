@@ -226,8 +226,8 @@ class PrivateOptimizer(DPOptimizer):
         self._model, state = sampled, StateWatch(model)
         self._state = state
         state.attach(busy=lambda: self._passes > 0 or self._rows > 0)
-        if isinstance(sampled, Sampled):
-            sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
+        assert isinstance(sampled, Sampled)
+        sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
 
     def _try_once(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """As it is called now, which `make_private` could only guess. Samples of none and of one tell nothing."""
