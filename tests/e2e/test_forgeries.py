@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,45 @@ def test_weights_that_describe_something_else_are_refused(method: str, release_o
         shutil.rmtree(release)
 
 
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def put_header(path: Path, header: bytes, tensors: bytes) -> None:
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + tensors)
+
+
+@pytest.mark.parametrize("where", ["twice described", "twice in the header", "in a tensor's place", "in spaces"])
+@pytest.mark.parametrize("method", ["moments", "sgd"])
+def test_what_is_hidden_in_the_header_of_weights_is_refused(
+    method: str, where: str, release_of: Callable[[str], Path]
+) -> None:
+    """JSON keeps the last of two fields of one name, and safetensors reads no field that it does not know."""
+    release = release_of(method)
+    path = weights_of(release)[0]
+    header, tensors = header_of(path)
+    compact = {"separators": (",", ":"), "ensure_ascii": False}
+    put_header(path, json.dumps(header, **compact).encode(), tensors)  # type: ignore[arg-type]
+    reseal(release)
+    assert check_release(release).problems == ()  # the forger's tools are right
+    ((kind, said),) = header["__metadata__"].items()
+    if where == "twice described":
+        header["__metadata__"][kind] = '{"classes": ["records"], ' + said[1:]
+    if where == "in a tensor's place":
+        next(value for name, value in header.items() if name != "__metadata__")["records"] = "AAAA"
+    written = json.dumps(header, **compact).encode()  # type: ignore[arg-type]
+    if where == "twice in the header":
+        written = b'{"__metadata__":{"' + kind.encode() + b'":"records",' + written[len(b'{"__metadata__":{') :]
+    if where == "in spaces":
+        written += b" " * 8
+    put_header(path, written, tensors)
+    reseal(release)
+    assert "is not a" in problem(release)
+
+
 def test_weights_with_more_digits_than_a_model_has_are_refused(release_of: Callable[[str], Path]) -> None:
     for method in ("topagg", "sgd"):
         release = release_of(method)
@@ -408,6 +448,29 @@ def test_what_is_hidden_behind_a_picture_is_refused(release_of: Callable[[str], 
         (release / PICTURE).write_bytes(forged)
         reseal(release)
         assert problem(release) == f"{PICTURE} holds something besides a picture"
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + name + data + zlib.crc32(name + data).to_bytes(4)
+
+
+@pytest.mark.parametrize("where", ["a chunk", "more rows", "the last chunk", "a checksum", "nowhere"])
+def test_what_is_hidden_behind_the_pixels_of_a_picture_is_refused(
+    where: str, release_of: Callable[[str], Path]
+) -> None:
+    """Readers stop at the end of the packed rows, and never look at what comes behind."""
+    release = release_of("moments")
+    content = (release / PICTURE).read_bytes()
+    with Image.open(release / PICTURE) as picture:
+        pixels = np.array(picture)
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    packed = zlib.compress(rows + (b"records" * 99 if where == "more rows" else b""))
+    forged = content[:33] + chunk(b"IDAT", packed) + (chunk(b"IDAT", b"records") if where == "a chunk" else b"")
+    forged = forged[:-4] + b"reco" if where == "a checksum" else forged
+    (release / PICTURE).write_bytes(forged + chunk(b"IEND", b"records" if where == "the last chunk" else b""))
+    reseal(release)
+    found = check_release(release).problems
+    assert found == (() if where == "nowhere" else (f"{PICTURE} holds something besides a picture",))
 
 
 @pytest.mark.parametrize("where", ["a field", "a version", "the ledger"])

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,7 @@ def sign(message: bytes, key: Path) -> bytes:
     public = _strings(_KIND, private.public_key().public_bytes_raw())
     signature = _strings(_KIND, private.sign(_signed_data(message)))
     blob = _MAGIC + struct.pack(">I", 1) + _strings(public, NAMESPACE, b"", _HASH, signature)
-    text = base64.b64encode(blob)
-    lines = [text[at : at + 70] for at in range(0, len(text), 70)]
-    return b"\n".join([_BEGIN, *lines, _END, b""])
+    return _armoured(blob, 70)
 
 
 def signer(message: bytes, signature: bytes) -> bytes:
@@ -72,14 +71,37 @@ def fingerprint(public: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(public).digest()).decode().rstrip("=")
 
 
-def _check(message: bytes, signature: bytes) -> bytes:
-    _cryptography()
-    from cryptography.exceptions import InvalidSignature
+@dataclass(frozen=True)
+class _Signature:
+    """The parts of a signature."""
 
-    lines = signature[:MOST_BYTES].strip().splitlines()
+    public: bytes  # with its kind, as OpenSSH writes it
+    key: bytes
+    law: bytes
+    value: bytes
+
+
+def check_form(signature: bytes) -> None:
+    """Raise unless these are the bytes of one signature for datalens and no others. Whose it is, is not asked.
+
+    Raises:
+        DatalensError: something else is there, or beside it.
+    """
+    try:
+        _parse(signature)
+    except (ValueError, struct.error) as error:
+        raise DatalensError(f"it is not a signature that can be read ({error})") from error
+
+
+def _parse(signature: bytes) -> _Signature:
+    if len(signature) > MOST_BYTES:
+        raise ValueError("it is too long")
+    lines = signature.splitlines()
     if lines[:1] != [_BEGIN] or lines[-1:] != [_END]:
         raise ValueError("it does not begin and end as one")
     blob = base64.b64decode(b"".join(lines[1:-1]), validate=True)
+    if signature not in (whole := _armoured(blob, len(lines[1])), whole[:-1]):
+        raise ValueError("it has something besides a signature")
     if blob[:10] != _MAGIC + struct.pack(">I", 1):
         raise ValueError("it is of another version")
     public, namespace, reserved, law, signed = _split(blob[10:], 5)
@@ -89,15 +111,30 @@ def _check(message: bytes, signature: bytes) -> bytes:
         raise ValueError("its key is not of the kind ssh-ed25519")
     if namespace != NAMESPACE:
         raise ValueError("it was not made for datalens: sign with -n datalens")
+    if reserved or (len(key), len(value)) != (32, 64):
+        raise ValueError("it has something besides a signature")
+    return _Signature(public=public, key=key, law=law, value=value)
+
+
+def _armoured(blob: bytes, width: int) -> bytes:
+    text = base64.b64encode(blob)
+    return b"\n".join([_BEGIN, *(text[at : at + width] for at in range(0, len(text), max(width, 1))), _END, b""])
+
+
+def _check(message: bytes, signature: bytes) -> bytes:
+    _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    parts = _parse(signature)
     try:
-        _public_key(key).verify(value, _signed_data(message, law=law, reserved=reserved))
+        _public_key(parts.key).verify(parts.value, _signed_data(message, law=parts.law))
     except InvalidSignature:
         raise ValueError("it is of something else") from None
-    return public
+    return parts.public
 
 
-def _signed_data(message: bytes, *, law: bytes = _HASH, reserved: bytes = b"") -> bytes:
-    return _MAGIC + _strings(NAMESPACE, reserved, law, hashlib.new(law.decode(), message).digest())
+def _signed_data(message: bytes, *, law: bytes = _HASH) -> bytes:
+    return _MAGIC + _strings(NAMESPACE, b"", law, hashlib.new(law.decode(), message).digest())
 
 
 def _strings(*parts: bytes) -> bytes:

@@ -14,7 +14,7 @@ from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
-from datalens.released import checks, report
+from datalens.released import checks, report, signing
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -149,10 +149,23 @@ def _file_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
             found.append(f"{name} is missing")
         elif file_hash(release / name) != hashes.get(name):
             found.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
+    found += _signature_problems(release)
     unchanged = (release / CERTIFICATE).read_bytes() == certificate_bytes(certificate)
     if not unchanged or own_hash(certificate) != certificate["sha256"].get("certificate"):
         found.append(f"{CERTIFICATE} was changed after it was written")
     return found
+
+
+def _signature_problems(release: Path) -> list[str]:
+    """A signature is not certified, so it must be nothing else: it has no room for anything. (Whose: `signing`.)"""
+    if not (release / SIGNATURE).is_file():
+        return []
+    try:
+        with (release / SIGNATURE).open("rb") as file:
+            signing.check_form(file.read(signing.MOST_BYTES + 1))
+    except DatalensError as error:
+        return [f"{SIGNATURE}: {error}"]
+    return []
 
 
 def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
