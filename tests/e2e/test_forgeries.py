@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from datalens import check_release
 from datalens.datasets.schema import Schema
 from datalens.pages import REPORT, sealed
+from datalens.privacy import tables
 from datalens.privacy.ledger import read_ledger
 from datalens.released.certificate import (
     CERTIFICATE,
@@ -170,7 +172,7 @@ def test_a_charge_left_out_in_the_middle_is_refused_in_old_releases_too(
     assert "gaps" in problem(release)
 
 
-def forget_counts(release: Path) -> None:
+def forget_counts(release: Path, writer: str = "0.1.0") -> None:
     """As datalens 0.1.0 wrote it."""
     path, tensors, described = weights_of(release)
     for said in described.values():
@@ -178,8 +180,33 @@ def forget_counts(release: Path) -> None:
         said.pop("answered", None)
     put_weights(path, tensors, described)
     certificate = json.loads((release / CERTIFICATE).read_text()) | {"version": 2}
+    certificate["versions"]["datalens"] = writer
     (release / CERTIFICATE).write_text(json.dumps(certificate))
     reseal(release)
+
+
+@pytest.mark.parametrize("writer", ["0.2.0.dev0", "0.2", "0.10.3", "1.0.0", "v2.0"])
+def test_a_version_that_states_less_is_no_way_out(writer: str, release_of: Callable[[str], Path]) -> None:
+    """Datalens has written version 3 since 0.2."""
+    release = release_of("topagg")
+    forget_counts(release, writer)
+    assert f"which datalens {writer} does not write" in problem(release)
+
+
+@pytest.mark.parametrize("writer", ["0.1.0", "not installed"])
+@pytest.mark.parametrize("method", ["topagg", "gpate", "sgd"])
+def test_an_old_release_is_said_to_have_spent_what_its_plan_costs(
+    method: str, writer: str, release_of: Callable[[str], Path]
+) -> None:
+    """All but one charge left out: without the steps that weights learned from, nobody can tell how many it was."""
+    release = release_of(method)
+    whole = check_release(release).spent
+    forget_counts(release, writer)
+    put_lines(release, lines_of(release)[:2])
+    reseal(release)
+    said = call("verify", release, "--json").json
+    assert said["epsilon_spent"] >= whole * (1 - 1e-9)
+    assert any("not state how many" in note for note in said["not_stated"])
 
 
 def cheaper_budget(release: Path, epsilon: float) -> None:
@@ -282,6 +309,70 @@ def test_a_price_by_another_version_of_the_libraries_stands_and_no_other_does(
         assert (found == ()) == stands, (off, found)
         assert stands or "was spent, the ledger" in found[0]
         shutil.rmtree(release)
+
+
+def used_up(release: Path) -> None:
+    """A budget of which nothing is left."""
+    budget, events = read_ledger(release / LEDGER)
+    cheaper_budget(release, budget.pricing().epsilon(events, budget.delta))
+    reseal(release)
+
+
+@pytest.mark.parametrize("off", [-1.9, -0.5, 0.5, 1.9])
+def test_libraries_that_price_a_little_differently_leave_a_release_standing(
+    off: float, release_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PRV's answer lies up to twice its error above the true ε. The budget is used up, and the page shows prices."""
+    release = release_of("sgd")
+    used_up(release)
+    call("report", release).succeeded()
+    budget, events = read_ledger(release / LEDGER)
+    asked = tables.prv_composed
+
+    def other(parts: tuple[tuple[float, float, int], ...], delta: float, rough: float) -> float:
+        return asked(parts, delta, rough) + off * tables.prv_error(sum(count for *_, count in parts), delta, rough)
+
+    monkeypatch.setattr(tables, "prv_composed", other)
+    spent = budget.pricing().epsilon(events, budget.delta)
+    assert (spent > budget.epsilon) == (off > 0)  # or the budget would not be tested
+    found = check_release(release)
+    assert found.problems == ()
+    assert any("within the accountant's error" in note for note in found.notes) == (spent > budget.epsilon)
+    page = (release / REPORT).read_bytes()
+    call("report", release).succeeded()
+    assert (release / REPORT).read_bytes() != page
+
+
+def test_prices_on_a_page_are_held_to_the_accountants_error(release_of: Callable[[str], Path]) -> None:
+    release = release_of("sgd")
+    page = (release / REPORT).read_bytes()
+    body = page[: page.rindex(b"<!-- sha256 of everything above")]
+    table = body[body.index(b"releases charged</th>") :]
+    (first, *_) = [price for price in re.findall(rb'<td class="number">([0-9.]+)</td>', table) if float(price) > 0.3]
+    for factor in (0.5, 2):
+        forged = body.replace(first, f"{float(first) * factor:.4g}".encode())
+        assert forged != body
+        (release / REPORT).write_bytes(sealed(forged))
+        assert f"{REPORT} does not say what {CERTIFICATE} says" in problem(release)
+
+
+def test_more_spent_than_the_budget_is_refused_though_within_the_accountants_error(
+    release_of: Callable[[str], Path],
+) -> None:
+    """What was spent was held to the budget when it was charged, by the same libraries that wrote it down."""
+    release = release_of("sgd")
+    used_up(release)
+    assert check_release(release).problems == ()
+    certificate = json.loads((release / CERTIFICATE).read_text())
+    certificate["epsilon_spent"] += 1e-3
+    restate(release, certificate)
+    assert "the certificate states more spent" in problem(release)
+
+
+def test_no_noise_has_no_price_that_could_be_stated(release_of: Callable[[str], Path]) -> None:
+    release = release_of("dcgan")
+    restate(release, json.loads((release / CERTIFICATE).read_text()) | {"epsilon_spent": 0.5})
+    assert "0.5 was spent" in problem(release)
 
 
 def restate(release: Path, certificate: dict[str, Any]) -> None:
