@@ -160,6 +160,33 @@ def test_a_signature_has_no_room_for_anything_else(
     call("verify", release).succeeded()
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('owner namespaces="git" {}', "has the option namespaces="),
+        ('owner valid-before="20200101" {}', "has the option valid-before="),
+        ('owner valid-after="20990101",namespaces="git" {}', "has the option valid-after="),
+        ("owner cert-authority {}", "has the option cert-authority"),
+        ('namespaces="git" {}', "has the option namespaces="),
+        ("ssh-rsa AAAAB3NzaC1yc2E= instead of {}", "holds no public key"),
+        ("owner ssh-rsa AAAAB3NzaC1yc2E= before it was {}", "holds no public key"),
+        ("# {}", "holds no public key"),
+        ("ssh-ed25519 AAAAC owner", "has a key that is damaged"),
+        ("ssh-ed25519 {} owner", "has a key that is damaged"),
+        ("ssh-ed25519", "has a key that is damaged"),
+    ],
+)
+def test_keys_with_limits_or_in_a_comment_are_not_taken_for_keys(
+    release: Path, key: Path, tmp_path: Path, line: str, said: str
+) -> None:
+    call("sign", release, "--key", key).succeeded()
+    keys = tmp_path / "keys"
+    keys.write_text(line.format(" ".join(key.with_suffix(".pub").read_text().split()[:2])) + "\n")
+    assert said in call("verify", release, "--signed-by", keys).refused()
+    keys.write_text("# " + keys.read_text() + "\nowner,colleague " + key.with_suffix(".pub").read_text())
+    call("verify", release, "--signed-by", keys).succeeded()
+
+
 @with_openssh
 def test_openssh_reads_our_signatures_and_we_read_its(release: Path, key: Path, tmp_path: Path) -> None:
     assert KEYGEN is not None

@@ -19,6 +19,8 @@ from datalens.errors import DatalensError
 NAMESPACE = b"datalens"
 _MAGIC, _KIND, _HASH = b"SSHSIG", b"ssh-ed25519", b"sha512"
 _BEGIN, _END = b"-----BEGIN SSH SIGNATURE-----", b"-----END SSH SIGNATURE-----"
+# Of a line of allowed signers, before the key: such a key is one for some purposes, or some time, only.
+_OPTION = re.compile(r"(?i)cert-authority|(namespaces|valid-after|valid-before)=")
 MOST_BYTES = 2**16  # of a key or a signature
 
 
@@ -49,21 +51,53 @@ def signer(message: bytes, signature: bytes) -> bytes:
 
 
 def public_keys(path: Path) -> set[bytes]:
-    """Return the keys in a file with one on each line, such as ~/.ssh/id_ed25519.pub, or OpenSSH's allowed signers."""
+    """Return the keys in a file with one on each line, such as ~/.ssh/id_ed25519.pub, or OpenSSH's allowed signers.
+
+    Raises:
+        DatalensError: a line limits its key by options, which are not kept to here, or the key is damaged.
+    """
     try:
-        text = path.read_bytes()[:MOST_BYTES].decode("utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         raise DatalensError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > MOST_BYTES:
+        raise DatalensError(f"{path} is too long for a file of public keys: over {MOST_BYTES} bytes")
     found = set()
-    for key in re.findall(r"(?m)^[^#\n]*?\bssh-ed25519\s+([A-Za-z0-9+/=]+)", text):
-        blob = base64.b64decode(key)
-        if len(blob) == 51 and blob.startswith(_strings(_KIND)):
-            found.add(blob)
+    for number, line in enumerate(text.split("\n"), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            key = _key_on(words)
+        except ValueError as error:
+            raise DatalensError(f"line {number} of {path} {error}: take it out, or write it anew") from error
+        found |= set() if key is None else {key}
     if not found:
         raise DatalensError(
             f"{path} holds no public key of the kind ssh-ed25519: make one with `ssh-keygen -t ed25519`"
         )
     return found
+
+
+def _key_on(words: list[str]) -> bytes | None:
+    """The key of a line "[PRINCIPALS] ssh-ed25519 KEY [comment]". None: it is of another kind, or no key."""
+    kind = _KIND.decode()
+    at = next((at for at, word in enumerate(words[:2]) if word == kind), None)
+    if at is None:
+        option = next((word for word in words[:-1] if _OPTION.match(word)), None)
+        if option is not None and kind in words:
+            raise ValueError(f"has the option {option[:40]}, which datalens does not keep to")
+        return None
+    if at == 1 and _OPTION.match(words[0]):
+        raise ValueError(f"has the option {words[0][:40]}, which datalens does not keep to")
+    try:
+        blob = base64.b64decode("".join(words[at + 1 : at + 2]), validate=True)
+        if _split(blob, 2)[0] != _KIND or len(blob) != 51:
+            raise ValueError("it is of another length")
+    except (ValueError, struct.error) as error:
+        raise ValueError("has a key that is damaged") from error
+    return blob
 
 
 def fingerprint(public: bytes) -> str:
