@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from datalens import check_release
 from datalens.datasets.schema import Schema
 from datalens.pages import REPORT, sealed
+from datalens.privacy import tables
 from datalens.privacy.ledger import read_ledger
 from datalens.released.certificate import (
     CERTIFICATE,
@@ -169,7 +172,7 @@ def test_a_charge_left_out_in_the_middle_is_refused_in_old_releases_too(
     assert "gaps" in problem(release)
 
 
-def forget_counts(release: Path) -> None:
+def forget_counts(release: Path, writer: str = "0.1.0") -> None:
     """As datalens 0.1.0 wrote it."""
     path, tensors, described = weights_of(release)
     for said in described.values():
@@ -177,8 +180,33 @@ def forget_counts(release: Path) -> None:
         said.pop("answered", None)
     put_weights(path, tensors, described)
     certificate = json.loads((release / CERTIFICATE).read_text()) | {"version": 2}
+    certificate["versions"]["datalens"] = writer
     (release / CERTIFICATE).write_text(json.dumps(certificate))
     reseal(release)
+
+
+@pytest.mark.parametrize("writer", ["0.2.0.dev0", "0.2", "0.10.3", "1.0.0", "v2.0"])
+def test_a_version_that_states_less_is_no_way_out(writer: str, release_of: Callable[[str], Path]) -> None:
+    """Datalens has written version 3 since 0.2."""
+    release = release_of("topagg")
+    forget_counts(release, writer)
+    assert f"which datalens {writer} does not write" in problem(release)
+
+
+@pytest.mark.parametrize("writer", ["0.1.0", "not installed"])
+@pytest.mark.parametrize("method", ["topagg", "gpate", "sgd"])
+def test_an_old_release_is_said_to_have_spent_what_its_plan_costs(
+    method: str, writer: str, release_of: Callable[[str], Path]
+) -> None:
+    """All but one charge left out: without the steps that weights learned from, nobody can tell how many it was."""
+    release = release_of(method)
+    whole = check_release(release).spent
+    forget_counts(release, writer)
+    put_lines(release, lines_of(release)[:2])
+    reseal(release)
+    said = call("verify", release, "--json").json
+    assert said["epsilon_spent"] >= whole * (1 - 1e-9)
+    assert any("not state how many" in note for note in said["not_stated"])
 
 
 def cheaper_budget(release: Path, epsilon: float) -> None:
@@ -283,6 +311,70 @@ def test_a_price_by_another_version_of_the_libraries_stands_and_no_other_does(
         shutil.rmtree(release)
 
 
+def used_up(release: Path) -> None:
+    """A budget of which nothing is left."""
+    budget, events = read_ledger(release / LEDGER)
+    cheaper_budget(release, budget.pricing().epsilon(events, budget.delta))
+    reseal(release)
+
+
+@pytest.mark.parametrize("off", [-1.9, -0.5, 0.5, 1.9])
+def test_libraries_that_price_a_little_differently_leave_a_release_standing(
+    off: float, release_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PRV's answer lies up to twice its error above the true ε. The budget is used up, and the page shows prices."""
+    release = release_of("sgd")
+    used_up(release)
+    call("report", release).succeeded()
+    budget, events = read_ledger(release / LEDGER)
+    asked = tables.prv_composed
+
+    def other(parts: tuple[tuple[float, float, int], ...], delta: float, rough: float) -> float:
+        return asked(parts, delta, rough) + off * tables.prv_error(sum(count for *_, count in parts), delta, rough)
+
+    monkeypatch.setattr(tables, "prv_composed", other)
+    spent = budget.pricing().epsilon(events, budget.delta)
+    assert (spent > budget.epsilon) == (off > 0)  # or the budget would not be tested
+    found = check_release(release)
+    assert found.problems == ()
+    assert any("within the accountant's error" in note for note in found.notes) == (spent > budget.epsilon)
+    page = (release / REPORT).read_bytes()
+    call("report", release).succeeded()
+    assert (release / REPORT).read_bytes() != page
+
+
+def test_prices_on_a_page_are_held_to_the_accountants_error(release_of: Callable[[str], Path]) -> None:
+    release = release_of("sgd")
+    page = (release / REPORT).read_bytes()
+    body = page[: page.rindex(b"<!-- sha256 of everything above")]
+    table = body[body.index(b"releases charged</th>") :]
+    (first, *_) = [price for price in re.findall(rb'<td class="number">([0-9.]+)</td>', table) if float(price) > 0.3]
+    for factor in (0.5, 2):
+        forged = body.replace(first, f"{float(first) * factor:.4g}".encode())
+        assert forged != body
+        (release / REPORT).write_bytes(sealed(forged))
+        assert f"{REPORT} does not say what {CERTIFICATE} says" in problem(release)
+
+
+def test_more_spent_than_the_budget_is_refused_though_within_the_accountants_error(
+    release_of: Callable[[str], Path],
+) -> None:
+    """What was spent was held to the budget when it was charged, by the same libraries that wrote it down."""
+    release = release_of("sgd")
+    used_up(release)
+    assert check_release(release).problems == ()
+    certificate = json.loads((release / CERTIFICATE).read_text())
+    certificate["epsilon_spent"] += 1e-3
+    restate(release, certificate)
+    assert "the certificate states more spent" in problem(release)
+
+
+def test_no_noise_has_no_price_that_could_be_stated(release_of: Callable[[str], Path]) -> None:
+    release = release_of("dcgan")
+    restate(release, json.loads((release / CERTIFICATE).read_text()) | {"epsilon_spent": 0.5})
+    assert "0.5 was spent" in problem(release)
+
+
 def restate(release: Path, certificate: dict[str, Any]) -> None:
     """A certificate with another text, on the page too, and every hash right."""
     hashes = certificate.pop("sha256")
@@ -362,6 +454,45 @@ def test_weights_that_describe_something_else_are_refused(method: str, release_o
         shutil.rmtree(release)
 
 
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def put_header(path: Path, header: bytes, tensors: bytes) -> None:
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + tensors)
+
+
+@pytest.mark.parametrize("where", ["twice described", "twice in the header", "in a tensor's place", "in spaces"])
+@pytest.mark.parametrize("method", ["moments", "sgd"])
+def test_what_is_hidden_in_the_header_of_weights_is_refused(
+    method: str, where: str, release_of: Callable[[str], Path]
+) -> None:
+    """JSON keeps the last of two fields of one name, and safetensors reads no field that it does not know."""
+    release = release_of(method)
+    path = weights_of(release)[0]
+    header, tensors = header_of(path)
+    compact = {"separators": (",", ":"), "ensure_ascii": False}
+    put_header(path, json.dumps(header, **compact).encode(), tensors)  # type: ignore[arg-type]
+    reseal(release)
+    assert check_release(release).problems == ()  # the forger's tools are right
+    ((kind, said),) = header["__metadata__"].items()
+    if where == "twice described":
+        header["__metadata__"][kind] = '{"classes": ["records"], ' + said[1:]
+    if where == "in a tensor's place":
+        next(value for name, value in header.items() if name != "__metadata__")["records"] = "AAAA"
+    written = json.dumps(header, **compact).encode()  # type: ignore[arg-type]
+    if where == "twice in the header":
+        written = b'{"__metadata__":{"' + kind.encode() + b'":"records",' + written[len(b'{"__metadata__":{') :]
+    if where == "in spaces":
+        written += b" " * 8
+    put_header(path, written, tensors)
+    reseal(release)
+    assert "is not a" in problem(release)
+
+
 def test_weights_with_more_digits_than_a_model_has_are_refused(release_of: Callable[[str], Path]) -> None:
     for method in ("topagg", "sgd"):
         release = release_of(method)
@@ -408,6 +539,29 @@ def test_what_is_hidden_behind_a_picture_is_refused(release_of: Callable[[str], 
         (release / PICTURE).write_bytes(forged)
         reseal(release)
         assert problem(release) == f"{PICTURE} holds something besides a picture"
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + name + data + zlib.crc32(name + data).to_bytes(4)
+
+
+@pytest.mark.parametrize("where", ["a chunk", "more rows", "the last chunk", "a checksum", "nowhere"])
+def test_what_is_hidden_behind_the_pixels_of_a_picture_is_refused(
+    where: str, release_of: Callable[[str], Path]
+) -> None:
+    """Readers stop at the end of the packed rows, and never look at what comes behind."""
+    release = release_of("moments")
+    content = (release / PICTURE).read_bytes()
+    with Image.open(release / PICTURE) as picture:
+        pixels = np.array(picture)
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    packed = zlib.compress(rows + (b"records" * 99 if where == "more rows" else b""))
+    forged = content[:33] + chunk(b"IDAT", packed) + (chunk(b"IDAT", b"records") if where == "a chunk" else b"")
+    forged = forged[:-4] + b"reco" if where == "a checksum" else forged
+    (release / PICTURE).write_bytes(forged + chunk(b"IEND", b"records" if where == "the last chunk" else b""))
+    reseal(release)
+    found = check_release(release).problems
+    assert found == (() if where == "nowhere" else (f"{PICTURE} holds something besides a picture",))
 
 
 @pytest.mark.parametrize("where", ["a field", "a version", "the ledger"])

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from datalens.released.loading import extras, load
+from datalens.released.extras import extras
+from datalens.released.loading import load
 from datalens.released.saving import save
 from datalens.released.synthetic import SyntheticDataset
 from tests.e2e.conftest import call
@@ -117,6 +120,96 @@ def test_text_hidden_in_an_image_is_found(releases: dict[str, Path], tmp_path: P
         picture.save(image, pnginfo=text)
     refused = call("verify", releases["moments"], "--samples", tmp_path / "s")
     assert refused.code == 1 and "more than pixels" in refused.out
+
+
+def twice_named(out: Path) -> None:
+    with zipfile.ZipFile(out) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", b"records")
+        for name in contents.keys() - {"images.npy"}:
+            archive.writestr(name, contents[name])
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("images.npy", contents["images.npy"])
+
+
+def repacked(out: Path, change: Callable[[str, bytes], bytes]) -> None:
+    with zipfile.ZipFile(out) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, change(name, content))
+
+
+def in_a_gap(out: Path) -> None:
+    """Before the list of members, whose place is set right at the end of the file."""
+    content = out.read_bytes()
+    at = int.from_bytes(content[-6:-2], "little")
+    out.write_bytes(content[:at] + b"records" + content[at:-6] + (at + 7).to_bytes(4, "little") + content[-2:])
+
+
+def text_twice(out: Path) -> None:
+    arrays = dict(np.load(out))
+    said = arrays["certificate"].item()
+    np.savez_compressed(out, **arrays | {"certificate": np.array('{"private": "records",' + said[1:])})
+
+
+HIDDEN_IN_NPZ: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda out: repacked(out, lambda _, content: content), ""),
+    "two of one name": (twice_named, "images.npy"),
+    "behind an array": (lambda out: repacked(out, lambda _, content: content + b"records"), "between or behind"),
+    "behind the last array": (in_a_gap, "between or behind"),
+    "a field twice": (text_twice, "more text in certificate"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_IN_NPZ)
+def test_what_is_hidden_in_an_npz_is_found(releases: dict[str, Path], tmp_path: Path, name: str) -> None:
+    hide, said = HIDDEN_IN_NPZ[name]
+    drawn(releases["moments"], str(tmp_path / "s.npz"))
+    hide(tmp_path / "s.npz")
+    found = call("verify", releases["moments"], "--samples", tmp_path / "s.npz")
+    assert (found.code == 1 and said in found.out) if said else found.code == 0
+
+
+@pytest.mark.parametrize("where", ["an image of another name", "metadata", "a folder", "a certificate"])
+def test_what_is_hidden_in_a_folder_is_found(releases: dict[str, Path], tmp_path: Path, where: str) -> None:
+    drawn(releases["moments"], f"{tmp_path}/s/")
+    folder = tmp_path / "s"
+    metadata = (folder / "metadata.csv").read_text()
+    image = metadata.splitlines()[1].split(",")[0]
+    if where == "an image of another name":
+        other = image.replace(".png", ".PNG")
+        (folder / other).write_bytes((folder / image).read_bytes() + b"records")
+        (folder / image).unlink()
+        (folder / "metadata.csv").write_text(metadata.replace(image, other))
+    elif where == "metadata":
+        (folder / "metadata.csv").write_text(metadata.replace(image, f'"{image}"'))
+    elif where == "a folder":
+        (folder / "records").mkdir()
+    else:
+        text = (folder / "certificate.json").read_text()
+        (folder / "certificate.json").write_text('{"private": "records",' + text[1:])
+    refused = call("verify", releases["moments"], "--samples", folder)
+    assert refused.code == 1 and "something besides synthetic images" in refused.out
+    assert where != "an image of another name" or "more than pixels" in refused.out
+
+
+@pytest.mark.parametrize("where", ["names", "features", "a certificate"])
+def test_what_is_hidden_in_a_parquet_is_found(releases: dict[str, Path], tmp_path: Path, where: str) -> None:
+    out = tmp_path / "s.parquet"
+    drawn(releases["moments"], str(out))
+    table = pq.read_table(out)
+    metadata = dict(table.schema.metadata)
+    if where == "names":
+        rows = [row | {"path": "records"} for row in table.column("image").to_pylist()]
+        table = table.set_column(0, table.schema.field("image"), pa.array(rows, table.schema.field("image").type))
+    key = b"huggingface" if where == "features" else b"datalens.certificate"
+    if where != "names":
+        metadata[key] = b'{"private": "records",' + metadata[key][1:]
+    pq.write_table(table.replace_schema_metadata(metadata), out)
+    refused = call("verify", releases["moments"], "--samples", out)
+    assert refused.code == 1 and "something besides synthetic images: more text in" in refused.out
 
 
 def test_files_of_the_first_version_are_still_read(releases: dict[str, Path], tmp_path: Path) -> None:

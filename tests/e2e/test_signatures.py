@@ -1,5 +1,6 @@
 """A release that its owner signed: what is signed can be checked by OpenSSH too, and a full rewrite is refused."""
 
+import base64
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from datalens import check_release
 from datalens.errors import DatalensError
 from datalens.released import signing
 from datalens.released.certificate import CERTIFICATE, SIGNATURE
@@ -129,6 +131,60 @@ def test_every_flipped_byte_of_a_signature_is_caught(key: Path) -> None:
             signing.signer(b"message", broken)
     with pytest.raises(DatalensError, match="something else"):
         signing.signer(b"another message", signature)
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["with the package", "without it"])
+def test_a_signature_has_no_room_for_anything_else(
+    release: Path, key: Path, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("sign", release, "--key", key).succeeded()
+    signature = (release / SIGNATURE).read_bytes()
+    lines = signature.splitlines()
+    blob = base64.b64decode(b"".join(lines[1:-1]))
+    reserved = blob.replace(b"datalens" + bytes(4), b"datalens" + b"\0\0\0\7records")
+    assert reserved != blob
+    if not installed:
+        monkeypatch.setattr(signing, "available", lambda: False)
+    for content in (
+        b"records",
+        signature + b"\n" * (signing.MOST_BYTES - len(signature)) + b"records",
+        b" \t \t" + signature,
+        signature.replace(b"\n", b"\n\n"),
+        b"\n".join([lines[0], base64.b64encode(reserved), lines[-1], b""]),
+    ):
+        (release / SIGNATURE).write_bytes(content)
+        assert [line for line in check_release(release).problems if SIGNATURE in line]
+        refused = call("verify", release)
+        assert refused.code == 1 and SIGNATURE in refused.out
+    (release / SIGNATURE).write_bytes(signature)
+    call("verify", release).succeeded()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('owner namespaces="git" {}', "has the option namespaces="),
+        ('owner valid-before="20200101" {}', "has the option valid-before="),
+        ('owner valid-after="20990101",namespaces="git" {}', "has the option valid-after="),
+        ("owner cert-authority {}", "has the option cert-authority"),
+        ('namespaces="git" {}', "has the option namespaces="),
+        ("ssh-rsa AAAAB3NzaC1yc2E= instead of {}", "holds no public key"),
+        ("owner ssh-rsa AAAAB3NzaC1yc2E= before it was {}", "holds no public key"),
+        ("# {}", "holds no public key"),
+        ("ssh-ed25519 AAAAC owner", "has a key that is damaged"),
+        ("ssh-ed25519 {} owner", "has a key that is damaged"),
+        ("ssh-ed25519", "has a key that is damaged"),
+    ],
+)
+def test_keys_with_limits_or_in_a_comment_are_not_taken_for_keys(
+    release: Path, key: Path, tmp_path: Path, line: str, said: str
+) -> None:
+    call("sign", release, "--key", key).succeeded()
+    keys = tmp_path / "keys"
+    keys.write_text(line.format(" ".join(key.with_suffix(".pub").read_text().split()[:2])) + "\n")
+    assert said in call("verify", release, "--signed-by", keys).refused()
+    keys.write_text("# " + keys.read_text() + "\nowner,colleague " + key.with_suffix(".pub").read_text())
+    call("verify", release, "--signed-by", keys).succeeded()
 
 
 @with_openssh

@@ -378,3 +378,6 @@ def test_prices_may_differ_by_what_each_accountant_allows_itself() -> None:
     assert prv.tolerance([less], 1e-5) == pytest.approx(2 * less_rough / 50)
     pld = Accountant(name="pld")
     assert pld.tolerance([plain], 1e-5) == pytest.approx(5e-4 * pld.epsilon([plain], 1e-5) + 1e-5)
+    assert prv.tolerance_of([(sampled, 3)], 1e-5) == prv.tolerance([sampled] * 3, 1e-5)
+    for accountant in (prv, pld):  # or what has no price at all would be near to any that is stated
+        assert accountant.tolerance([dataclasses.replace(plain, sigma=0.0)], 1e-5) == 0

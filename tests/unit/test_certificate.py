@@ -657,7 +657,8 @@ def as_version_2(release: Path) -> None:
         said = json.loads(file.metadata()["generator"])
     del said["completed"]
     save_file(tensors, release / WEIGHTS, {"generator": json.dumps(said)})
-    put(release, certificate_of(release) | {"version": 2})
+    certificate = certificate_of(release)
+    put(release, certificate | {"version": 2, "versions": certificate["versions"] | {"datalens": "0.1.0"}})
 
 
 def test_releases_of_the_first_version_still_stand(release: Path) -> None:
@@ -677,6 +678,10 @@ def test_what_a_release_of_the_first_version_does_not_state_is_said(release: Pat
     assert found.problems == ()
     (note,) = found.notes
     assert "do not state how many steps" in note and "owner's word" in note
+    planned_steps = [*found.charged, found.charged[-1]]
+    whole = found.budget.pricing().epsilon(planned_steps, found.budget.delta)
+    assert found.spent == pytest.approx(whole)
+    assert whole > found.budget.pricing().epsilon(found.charged, found.budget.delta)
 
 
 def test_a_new_certificate_must_state_the_steps(release: Path) -> None:

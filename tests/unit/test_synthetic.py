@@ -239,7 +239,7 @@ def test_class_names_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 @given(st.lists(st.text(max_size=6), unique=True))
 def test_folder_names_are_plain_and_distinct(classes: list[str]) -> None:
-    names = saving._folder_names(tuple(classes))
+    names = saving.folder_names(tuple(classes))
     assert len({name.casefold() for name in names}) == len(classes)
     for name in names:
         assert Path(name).name == name

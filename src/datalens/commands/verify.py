@@ -47,7 +47,7 @@ class Verify:
 
             problems += check_samples(release, self.samples, found.certificate)
         problem, signature = _signature(release, self.signed_by)
-        problems += [] if problem is None else [problem]
+        problems += [] if problem is None or problem in problems else [problem]
         fields = {
             "ok": not problems,
             "epsilon": json_number(found.budget.epsilon),

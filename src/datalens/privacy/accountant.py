@@ -114,8 +114,13 @@ class Accountant:
         | pld | within 5e-4·ε + 1e-5 of the exact curve, on random ledgers (docs/privacy.md) |
         | all others | closed forms in float64: 1e-9·ε |
         """
-        events = list(events)
-        epsilon, counted = self.epsilon(events, delta), [_spread_out(event, 1) for event in events]
+        return self.tolerance_of([(event, 1) for event in events], delta)
+
+    def tolerance_of(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        """Return `tolerance` of (event, how many times)."""
+        epsilon, counted = self.price(counted, delta), [_spread_out(event, count) for event, count in counted]
+        if math.isinf(epsilon):
+            return 0.0  # no guarantee is none by every version
         if self.name == "pld":
             return 5e-4 * epsilon + 1e-5
         steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))

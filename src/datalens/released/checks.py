@@ -7,11 +7,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from datalens.datasets.schema import IMAGE, PERSON, Schema
-from datalens.errors import DatalensError
 from datalens.moment_noise import mu_squared_for, sigma_for
 from datalens.paid import steps_paid, steps_planned
 from datalens.peers.gpate import GPateSettings
@@ -25,34 +23,16 @@ from datalens.privacy.events import (
     UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, upwards
-from datalens.released.certificate import VERSION, contents, lengths
+from datalens.released.certificate import contents, lengths
+from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator
 from datalens.released.moments import MomentModel
-from datalens.released.weights import Weights
 from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings
 
-FIRST = 2  # the certificate's version that datalens 0.1.0 wrote; those before it were never released
 PRICES = 1e-6  # of ε: what rounding in other versions of the libraries may add to the price of a plan
 SIGMAS = 1e-6  # of σ: the same, where it follows from the budget
 _VERSION_TEXT = re.compile(r"[0-9A-Za-z.+!-]{1,40}|not installed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A release, parsed: what it says of itself, and what it holds."""
-
-    certificate: dict[str, Any]
-    settings: AnySettings
-    schema: Schema
-    budget: Budget
-    events: tuple[Event, ...]
-    spent: float
-    weights: Weights
-
-    @property
-    def version(self) -> int:
-        return self.certificate["version"]
 
 
 def problems(claim: Claim) -> list[str]:
@@ -61,19 +41,26 @@ def problems(claim: Claim) -> list[str]:
 
 
 def notes(claim: Claim) -> list[str]:
-    """Return what an older release does not state, and so cannot be held to."""
+    """Return what cannot be held to a release that stands: what an older one does not state, last digits of prices."""
     found = []
     planned, paid = steps_planned(claim.settings), steps_paid(claim.settings, claim.events)
     if claim.weights.completed is None and paid < planned:
         found.append(
             f"the weights do not state how many steps they learned from (datalens 0.1.0 did not write it): that the "
-            f"ledger has a charge for each is the owner's word; the budget covers all {planned} planned steps"
+            f"ledger has a charge for each is the owner's word; the budget covers all {planned} planned steps, "
+            "and what these cost is given as spent"
         )
     if claim.weights.answered is None and isinstance(claim.settings, GPateSettings):
         found.append(
             "the weights do not state how many queries were answered (datalens 0.1.0 did not write it): that the "
             "ledger has all of them is the owner's word; the budget covers an answer to every query"
         )
+    for said, cost, _ in _prices(claim):
+        if cost > _limit(claim.budget):
+            found.append(
+                f"{said} {claim.budget.describe(cost)} with the libraries here, within the accountant's error of the "
+                f"budget of {upwards(claim.budget.epsilon)}, which the run was held to with its own"
+            )
     return found
 
 
@@ -107,16 +94,41 @@ def _strange(certificate: dict[str, Any], expected: dict[str, Any]) -> list[str]
 
 
 def check_budget(claim: Claim) -> list[str]:
-    """Neither what was charged nor what was planned may cost more than the budget, which is what is guaranteed."""
-    budget, limit = claim.budget, claim.budget.epsilon * (1 + PRICES)
+    """Neither what was charged nor what was planned may cost more than the budget, which is what is guaranteed.
+
+    Both are priced anew here, so that each may be off by what the accountant's own price is uncertain by; what the
+    certificate states was compared when it was written, and may not.
+    """
+    budget = claim.budget
     over = f"over the budget of {upwards(budget.epsilon)}"
     found = []
-    if not claim.spent <= limit:
-        found.append(f"the ledger adds up to {budget.describe(claim.spent)}, {over}")
-    plan = _plan(claim)
-    if plan and not (cost := budget.pricing().price(plan, budget.delta)) <= limit:
-        found.append(f"the steps that the settings state cost {budget.describe(cost)}, {over}")
+    if not float(claim.certificate["epsilon_spent"]) <= _limit(budget):
+        found.append(f"the certificate states more spent than {upwards(budget.epsilon)}, its budget")
+    for said, cost, tolerance in _prices(claim):
+        if not cost <= _limit(budget) + tolerance:
+            found.append(f"{said} {budget.describe(cost)}, {over}")
     return found
+
+
+def _limit(budget: Budget) -> float:
+    return budget.epsilon * (1 + PRICES)
+
+
+def _prices(claim: Claim) -> list[tuple[str, float, float]]:
+    """What the ledger and the plan cost here, and how far each price may be off."""
+    pricing, delta = claim.budget.pricing(), claim.budget.delta
+    found = [("the ledger adds up to", claim.spent, pricing.tolerance(claim.events, delta))]
+    if plan := _plan(claim):
+        found.append(
+            ("the steps that the settings state cost", pricing.price(plan, delta), pricing.tolerance_of(plan, delta))
+        )
+    return found
+
+
+def whole_price(claim: Claim) -> float:
+    """Return the most that can have been spent: where weights do not state what they learned from, the whole plan."""
+    plan = _plan(claim) if claim.weights.completed is None else []
+    return max(claim.spent, claim.budget.pricing().price(plan, claim.budget.delta)) if plan else claim.spent
 
 
 def _plan(claim: Claim) -> list[tuple[Event, int]]:
@@ -361,10 +373,3 @@ CHECKS: tuple[Callable[[Claim], list[str]], ...] = (
     check_steps,
     check_weights,
 )
-
-
-def check_version(version: Any) -> None:
-    """Raise unless it is a version of the certificate that this datalens can check."""
-    if type(version) is not int or not FIRST <= version <= VERSION:
-        older = "was never released" if type(version) is int and version < FIRST else "is not known to this datalens"
-        raise DatalensError(f"it is a certificate of version {str(version)[:20]}, which {older}")

@@ -31,7 +31,7 @@ from datalens.released.saving import (
     one_line,
     ticks,
 )
-from datalens.released.synthetic import MODES, SyntheticDataset, by, check_arrays, check_size, more_than_pixels
+from datalens.released.synthetic import MODES, SyntheticDataset, by, check_arrays, check_size
 
 _MAX_TEXT_BYTES = 2**26  # class names, certificate: far above any real one
 
@@ -104,7 +104,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
             if key not in metadata:
                 raise DatalensError(f"the schema metadata has no {key.decode()!r}")
         check_unpacked(file.metadata, path)
-        images = _decode(_parquet_images(file), file.metadata.num_rows)
+        images = _decode(parquet_images(file), file.metadata.num_rows)
         labels = file.read(columns=["label"]).column("label")
         if labels.null_count:
             raise DatalensError("some labels are missing")
@@ -117,7 +117,8 @@ def _read_parquet(path: Path) -> SyntheticDataset:
         )
 
 
-def _parquet_images(file: pq.ParquetFile) -> Iterator[bytes]:
+def parquet_images(file: pq.ParquetFile) -> Iterator[bytes]:
+    """The bytes of each image, in order."""
     for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=["image"]):
         for row in batch.column("image"):
             value = row.as_py()
@@ -127,9 +128,9 @@ def _parquet_images(file: pq.ParquetFile) -> Iterator[bytes]:
 
 
 def _read_folder(folder: Path) -> SyntheticDataset:
-    classes = _class_names(json.loads(_read_text(folder, CLASSES)))
-    certificate = json.loads(_read_text(folder, CERTIFICATE))
-    rows = list(csv.reader(StringIO(_read_text(folder, METADATA), newline=""), strict=True))
+    classes = _class_names(json.loads(read_text(folder, CLASSES)))
+    certificate = json.loads(read_text(folder, CERTIFICATE))
+    rows = list(csv.reader(StringIO(read_text(folder, METADATA), newline=""), strict=True))
     if not rows or rows[0] != COLUMNS:
         raise DatalensError(f"{METADATA} must begin with the columns {','.join(COLUMNS)}")
     labels = []
@@ -142,7 +143,7 @@ def _read_folder(folder: Path) -> SyntheticDataset:
         labels=np.array(labels, dtype=np.int64),
         classes=classes,
         certificate=certificate,
-        drawn=json.loads(_read_text(folder, DRAWN)) if (folder / DRAWN).exists() else None,
+        drawn=json.loads(read_text(folder, DRAWN)) if (folder / DRAWN).exists() else None,
     )
 
 
@@ -157,7 +158,8 @@ def _folder_images(folder: Path, names: list[str]) -> Iterator[bytes]:
         yield file.read_bytes()
 
 
-def _read_text(folder: Path, name: str) -> str:
+def read_text(folder: Path, name: str) -> str:
+    """The text of a file in a folder, its line ends as they are."""
     if not (folder / name).is_file():
         raise DatalensError(f"{name} is missing")
     with (folder / name).open(encoding="utf-8", newline="") as stream:
@@ -168,27 +170,6 @@ def _class_names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise DatalensError("the class names must be a JSON list")
     return tuple(value)
-
-
-def extras(path: Path) -> list[str]:
-    """Name what a file or folder that `load` can read holds beside a synthetic data set: it was not looked at there."""
-    if path.is_dir():
-        with (path / METADATA).open(encoding="utf-8", newline="") as stream:
-            own = {METADATA, CERTIFICATE, CLASSES, DRAWN, *(row[0] for row in csv.reader(stream))}
-        files = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or file.is_file()]
-        found = [name for name in files if name not in own]
-        images = (file.read_bytes() for file in path.rglob("*.png"))
-    elif kind_of(path) == ".npz":
-        own = {f"{name}.npy" for name in ("images", "labels", "classes", "certificate", "drawn")}
-        with zipfile.ZipFile(path) as archive:
-            return sorted(set(archive.namelist()) - own) + (["a comment"] if archive.comment else [])
-    else:
-        with pq.ParquetFile(path) as file:
-            own = {"huggingface", "datalens.classes", "datalens.certificate", "datalens.drawn"}
-            found = [name for name in file.schema_arrow.names if name not in ("image", "label")]
-            found += [key.decode() for key in file.schema_arrow.metadata or {} if key.decode() not in own]
-            return found + ["more than pixels in an image" for blob in _parquet_images(file) if more_than_pixels(blob)]
-    return found + ["more than pixels in an image" for blob in images if more_than_pixels(blob)]
 
 
 def _decode(blobs: Iterable[bytes], count: int) -> NDArray[np.uint8]:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from datalens.errors import DatalensError
-from datalens.released.loading import extras, load
+from datalens.released.extras import extras
+from datalens.released.loading import load
 from datalens.released.release import draw
 from datalens.released.synthetic import nearly
 from datalens.released.weights import load_generator

@@ -1,8 +1,10 @@
 """`release/report.html`: the release on a page that may be handed on with it. Made of the release folder alone."""
 
 import base64
+import contextlib
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from decimal import ROUND_FLOOR, Context
 from io import BytesIO
@@ -33,6 +35,7 @@ SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
 MOST_PICTURE = 3_000_000  # bytes; a third more on the page
 MOST_LINES = 20  # of the table of releases
+CHARGED = "releases charged"
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
 _KINDS = {
     "gaussian": "a sum, with Gaussian noise",
@@ -49,23 +52,28 @@ from datalens.released.release import load_classifier
 model, classes = load_classifier(Path("release"))  # a torch module"""
 
 
-def page(release: Path) -> bytes:
-    """All a data steward needs, from released values only, sealed."""
+def page(release: Path, *, like: bytes = b"") -> bytes:
+    """All a data steward needs, from released values only, sealed.
+
+    Args:
+        like: a page whose prices are taken over where they are right, up to what two versions of the libraries may
+            differ by. All else is written from the release, so that a page that says the same is equal to it.
+    """
     try:
-        return sealed(_page(release))
+        return sealed(_page(release, like))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # anybody may have edited it
         raise DatalensError(
             f"{release} holds something that cannot be shown ({type(error).__name__}): fetch the release again"
         ) from error
 
 
-def _page(release: Path) -> bytes:
+def _page(release: Path, like: bytes) -> bytes:
     c = certificates.read_certificate(release)
     budget, events = read_ledger(release / certificates.LEDGER)
     settings, schema = parse_settings(c["settings"]), Schema.from_dict(c["public"])
     classifier = isinstance(settings, SgdSettings)
     shown = () if classifier else shown_classes(release)
-    curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events)
+    curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events, like=like)
     releases = grouped(events, settings)
     return render(
         "release.html",
@@ -177,18 +185,47 @@ def _png(image: Image.Image) -> bytes:
 # --- the budget -----------------------------------------------------------------------------------
 
 
-def budget_curves(budget: Budget, events: Sequence[Event]) -> list[charts.Series]:
-    """ε after every charge (or some of them): by the accountant of the budget, then the exact one and RDP."""
+def budget_curves(budget: Budget, events: Sequence[Event], *, like: bytes = b"") -> list[charts.Series]:
+    """ε after every charge (or some of them): by the accountant of the budget, then the exact one and RDP.
+
+    In four digits, rounded up. `like`: see `page`.
+    """
     found = []
     names: tuple[AccountantName, ...] = (budget.accountant, "exact", "rdp")
     for name in dict.fromkeys(names):
         stops = charts.thinned(len(events) + 1, SLOW_STOPS if name in SLOW else MOST_STOPS)
+        accountant, stated = Accountant(name=name), _stated(like, f"{name} accountant")
         try:
-            prices = [Accountant(name=name).epsilon(events[:stop], budget.delta) if stop else 0.0 for stop in stops]
+            prices = [_price(accountant, events[:stop], budget.delta, stated.get(stop)) for stop in stops]
         except DatalensError:  # it has no price for events like these
             continue
         points = tuple((float(stop), price) for stop, price in zip(stops, prices, strict=True))
         found.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(stops) == len(events) + 1))
+    return found
+
+
+def _price(accountant: Accountant, events: Sequence[Event], delta: float, stated: float | None) -> float:
+    """ε of the events as it is shown; what is stated elsewhere, where that is the same up to the price's own error."""
+    if not events:
+        return 0.0
+    price = accountant.epsilon(events, delta)
+    if stated is not None and math.isfinite(price):
+        tolerance = accountant.tolerance(events, delta)
+        if price - tolerance <= stated <= float(upwards(price + tolerance, 4)):
+            return float(upwards(stated, 4))
+    return float(upwards(price, 4))
+
+
+def _stated(page: bytes, column: str) -> dict[int, float]:
+    """The numbers in a column of the table that `_table` makes, as a page has them; anybody may have edited it."""
+    found = {}
+    for table in re.findall(r"<table>.*?</table>", page.decode(errors="replace"), re.DOTALL):
+        head = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', table)
+        if head[:1] == [CHARGED] and column in head:
+            for row in re.findall(r'<tr><th scope="row">\d.*?</tr>', table):
+                cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row)
+                with contextlib.suppress(ValueError, IndexError):  # "—" where this accountant has no price
+                    found[int(cells[0])] = float(cells[head.index(column)])
     return found
 
 
@@ -198,7 +235,7 @@ def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str)
     return charts.line_chart(
         curves,
         title=f"{stamp} Budget over the run".strip(),
-        x="releases charged",
+        x=CHARGED,
         y=f"ε spent (δ = {upwards(budget.delta)}, {budget.relation})",
         limit=budget.epsilon if math.isfinite(budget.epsilon) else None,
         limit_name=f"budget, by the {budget.accountant} accountant",
@@ -211,7 +248,7 @@ def _table(curves: Sequence[charts.Series]) -> dict[str, Any] | None:
     found = [dict(one.points) for one in curves]
     stops = sorted({stop for points in found for stop in points})
     return {
-        "head": ("releases charged", *(one.name for one in curves)),
+        "head": (CHARGED, *(one.name for one in curves)),
         "rows": [(stop, *(upwards(points[stop], 4) if stop in points else None for points in found)) for stop in stops],
     }
 

@@ -44,7 +44,7 @@ def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool
     kind = kind_of(path)
     if kind != ".npz":
         mode_of(dataset.images.shape[3])
-    certificate = _json_text(dataset.certificate, "certificate")
+    certificate = json_text(dataset.certificate, "certificate")
     target = Path(os.path.realpath(path))  # write through a link, rather than replace the link
     staging = target.with_name(f".datalens-{secrets.token_hex(6)}.tmp")
     try:
@@ -90,20 +90,18 @@ def _write_npz(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) ->
         "certificate": np.array(certificate),
     }
     if dataset.drawn is not None:
-        arrays["drawn"] = np.array(_json_text(dataset.drawn, "way of drawing"))
+        arrays["drawn"] = np.array(json_text(dataset.drawn, "way of drawing"))
     np.savez_compressed(stream, **arrays)
 
 
 def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
-    # `datasets` reads its features from this key, and then shows images and class names
-    features = {"image": {"_type": "Image"}, "label": {"names": list(dataset.classes), "_type": "ClassLabel"}}
     metadata = {
-        "huggingface": json.dumps({"info": {"features": features}}),
+        "huggingface": features_text(dataset.classes),
         "datalens.classes": json.dumps(dataset.classes),
         "datalens.certificate": certificate,
     }
     if dataset.drawn is not None:
-        metadata["datalens.drawn"] = _json_text(dataset.drawn, "way of drawing")
+        metadata["datalens.drawn"] = json_text(dataset.drawn, "way of drawing")
     schema = pa.schema([("image", IMAGE_TYPE), ("label", pa.int64())], metadata=metadata)
     count = len(dataset.images)
     # PNGs do not repeat, so a dictionary of them would only be built and thrown away
@@ -114,20 +112,26 @@ def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO
         for start in range(0, count, ROWS_AT_ONCE):
             rows = []
             for index in range(start, min(start + ROWS_AT_ONCE, count)):
-                rows.append({"bytes": _png(dataset.images[index]), "path": _file_name(index)})
+                rows.append({"bytes": _png(dataset.images[index]), "path": file_name(index)})
                 tick()
             labels = pa.array(dataset.labels[start : start + ROWS_AT_ONCE], pa.int64())
             writer.write_batch(pa.record_batch([pa.array(rows, IMAGE_TYPE), labels], schema=schema))
 
 
+def features_text(classes: tuple[str, ...]) -> str:
+    """What `datasets` reads its features from, to show images and class names."""
+    features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
+    return json.dumps({"info": {"features": features}})
+
+
 def _write_folder(dataset: SyntheticDataset, certificate: str, folder: Path) -> None:
-    names = _folder_names(dataset.classes)
+    names = folder_names(dataset.classes)
     for name in names:
         (folder / name).mkdir()
     (folder / CERTIFICATE).write_text(certificate + "\n", encoding="utf-8")
     (folder / CLASSES).write_text(json.dumps(dataset.classes) + "\n", encoding="utf-8")
     if dataset.drawn is not None:
-        (folder / DRAWN).write_text(_json_text(dataset.drawn, "way of drawing") + "\n", encoding="utf-8")
+        (folder / DRAWN).write_text(json_text(dataset.drawn, "way of drawing") + "\n", encoding="utf-8")
     with (
         ticks("writing images", len(dataset.images)) as tick,
         (folder / METADATA).open("w", encoding="utf-8", newline="") as stream,
@@ -135,9 +139,9 @@ def _write_folder(dataset: SyntheticDataset, certificate: str, folder: Path) -> 
         table = csv.writer(stream, lineterminator="\n")
         table.writerow(COLUMNS)
         for index, label in enumerate(dataset.labels.tolist()):
-            file_name = f"{names[label]}/{_file_name(index)}"
-            (folder / file_name).write_bytes(_png(dataset.images[index]))
-            table.writerow([file_name, label, dataset.classes[label]])
+            file = f"{names[label]}/{file_name(index)}"
+            (folder / file).write_bytes(_png(dataset.images[index]))
+            table.writerow([file, label, dataset.classes[label]])
             tick()
     if hasattr(os, "sync"):
         os.sync()  # one call: an fsync for each of 10,000 small files takes minutes on a spinning disk
@@ -170,7 +174,7 @@ def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
         raise DatalensError(f"{target} holds other files, which --force does not delete; choose another folder")
 
 
-def _folder_names(classes: tuple[str, ...]) -> list[str]:
+def folder_names(classes: tuple[str, ...]) -> list[str]:
     """A plain folder name for each class. Names that had to change, or would clash, end in ~label."""
     taken = {METADATA, CERTIFICATE, CLASSES, DRAWN}
     names = []
@@ -188,7 +192,8 @@ def _fold(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def _file_name(index: int) -> str:
+def file_name(index: int) -> str:
+    """The name of an image's file."""
     return f"{index + 1:06d}.png"
 
 
@@ -199,7 +204,8 @@ def _png(image: NDArray[np.uint8]) -> bytes:
     return stream.getvalue()
 
 
-def _json_text(fields: dict[str, Any], what: str) -> str:
+def json_text(fields: dict[str, Any], what: str) -> str:
+    """The one way that certificates and ways of drawing are written."""
     try:
         return json.dumps(fields, allow_nan=False, indent=2)
     except (TypeError, ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from datalens.errors import DatalensError
 NAMESPACE = b"datalens"
 _MAGIC, _KIND, _HASH = b"SSHSIG", b"ssh-ed25519", b"sha512"
 _BEGIN, _END = b"-----BEGIN SSH SIGNATURE-----", b"-----END SSH SIGNATURE-----"
+# Of a line of allowed signers, before the key: such a key is one for some purposes, or some time, only.
+_OPTION = re.compile(r"(?i)cert-authority|(namespaces|valid-after|valid-before)=")
 MOST_BYTES = 2**16  # of a key or a signature
 
 
@@ -31,9 +34,7 @@ def sign(message: bytes, key: Path) -> bytes:
     public = _strings(_KIND, private.public_key().public_bytes_raw())
     signature = _strings(_KIND, private.sign(_signed_data(message)))
     blob = _MAGIC + struct.pack(">I", 1) + _strings(public, NAMESPACE, b"", _HASH, signature)
-    text = base64.b64encode(blob)
-    lines = [text[at : at + 70] for at in range(0, len(text), 70)]
-    return b"\n".join([_BEGIN, *lines, _END, b""])
+    return _armoured(blob, 70)
 
 
 def signer(message: bytes, signature: bytes) -> bytes:
@@ -50,16 +51,28 @@ def signer(message: bytes, signature: bytes) -> bytes:
 
 
 def public_keys(path: Path) -> set[bytes]:
-    """Return the keys in a file with one on each line, such as ~/.ssh/id_ed25519.pub, or OpenSSH's allowed signers."""
+    """Return the keys in a file with one on each line, such as ~/.ssh/id_ed25519.pub, or OpenSSH's allowed signers.
+
+    Raises:
+        DatalensError: a line limits its key by options, which are not kept to here, or the key is damaged.
+    """
     try:
-        text = path.read_bytes()[:MOST_BYTES].decode("utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         raise DatalensError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > MOST_BYTES:
+        raise DatalensError(f"{path} is too long for a file of public keys: over {MOST_BYTES} bytes")
     found = set()
-    for key in re.findall(r"(?m)^[^#\n]*?\bssh-ed25519\s+([A-Za-z0-9+/=]+)", text):
-        blob = base64.b64decode(key)
-        if len(blob) == 51 and blob.startswith(_strings(_KIND)):
-            found.add(blob)
+    for number, line in enumerate(text.split("\n"), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            key = _key_on(words)
+        except ValueError as error:
+            raise DatalensError(f"line {number} of {path} {error}: take it out, or write it anew") from error
+        found |= set() if key is None else {key}
     if not found:
         raise DatalensError(
             f"{path} holds no public key of the kind ssh-ed25519: make one with `ssh-keygen -t ed25519`"
@@ -67,19 +80,62 @@ def public_keys(path: Path) -> set[bytes]:
     return found
 
 
+def _key_on(words: list[str]) -> bytes | None:
+    """The key of a line "[PRINCIPALS] ssh-ed25519 KEY [comment]". None: it is of another kind, or no key."""
+    kind = _KIND.decode()
+    at = next((at for at, word in enumerate(words[:2]) if word == kind), None)
+    if at is None:
+        option = next((word for word in words[:-1] if _OPTION.match(word)), None)
+        if option is not None and kind in words:
+            raise ValueError(f"has the option {option[:40]}, which datalens does not keep to")
+        return None
+    if at == 1 and _OPTION.match(words[0]):
+        raise ValueError(f"has the option {words[0][:40]}, which datalens does not keep to")
+    try:
+        blob = base64.b64decode("".join(words[at + 1 : at + 2]), validate=True)
+        if _split(blob, 2)[0] != _KIND or len(blob) != 51:
+            raise ValueError("it is of another length")
+    except (ValueError, struct.error) as error:
+        raise ValueError("has a key that is damaged") from error
+    return blob
+
+
 def fingerprint(public: bytes) -> str:
     """Return a key's fingerprint, as `ssh-keygen -l` prints it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(public).digest()).decode().rstrip("=")
 
 
-def _check(message: bytes, signature: bytes) -> bytes:
-    _cryptography()
-    from cryptography.exceptions import InvalidSignature
+@dataclass(frozen=True)
+class _Signature:
+    """The parts of a signature."""
 
-    lines = signature[:MOST_BYTES].strip().splitlines()
+    public: bytes  # with its kind, as OpenSSH writes it
+    key: bytes
+    law: bytes
+    value: bytes
+
+
+def check_form(signature: bytes) -> None:
+    """Raise unless these are the bytes of one signature for datalens and no others. Whose it is, is not asked.
+
+    Raises:
+        DatalensError: something else is there, or beside it.
+    """
+    try:
+        _parse(signature)
+    except (ValueError, struct.error) as error:
+        raise DatalensError(f"it is not a signature that can be read ({error})") from error
+
+
+def _parse(signature: bytes) -> _Signature:
+    if len(signature) > MOST_BYTES:
+        raise ValueError("it is too long")
+    lines = signature.splitlines()
     if lines[:1] != [_BEGIN] or lines[-1:] != [_END]:
         raise ValueError("it does not begin and end as one")
     blob = base64.b64decode(b"".join(lines[1:-1]), validate=True)
+    if signature not in (whole := _armoured(blob, len(lines[1])), whole[:-1]):
+        raise ValueError("it has something besides a signature")
     if blob[:10] != _MAGIC + struct.pack(">I", 1):
         raise ValueError("it is of another version")
     public, namespace, reserved, law, signed = _split(blob[10:], 5)
@@ -89,15 +145,30 @@ def _check(message: bytes, signature: bytes) -> bytes:
         raise ValueError("its key is not of the kind ssh-ed25519")
     if namespace != NAMESPACE:
         raise ValueError("it was not made for datalens: sign with -n datalens")
+    if reserved or (len(key), len(value)) != (32, 64):
+        raise ValueError("it has something besides a signature")
+    return _Signature(public=public, key=key, law=law, value=value)
+
+
+def _armoured(blob: bytes, width: int) -> bytes:
+    text = base64.b64encode(blob)
+    return b"\n".join([_BEGIN, *(text[at : at + width] for at in range(0, len(text), max(width, 1))), _END, b""])
+
+
+def _check(message: bytes, signature: bytes) -> bytes:
+    _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    parts = _parse(signature)
     try:
-        _public_key(key).verify(value, _signed_data(message, law=law, reserved=reserved))
+        _public_key(parts.key).verify(parts.value, _signed_data(message, law=parts.law))
     except InvalidSignature:
         raise ValueError("it is of something else") from None
-    return public
+    return parts.public
 
 
-def _signed_data(message: bytes, *, law: bytes = _HASH, reserved: bytes = b"") -> bytes:
-    return _MAGIC + _strings(NAMESPACE, reserved, law, hashlib.new(law.decode(), message).digest())
+def _signed_data(message: bytes, *, law: bytes = _HASH) -> bytes:
+    return _MAGIC + _strings(NAMESPACE, b"", law, hashlib.new(law.decode(), message).digest())
 
 
 def _strings(*parts: bytes) -> bytes:

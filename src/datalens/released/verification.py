@@ -14,7 +14,7 @@ from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
-from datalens.released import checks, report
+from datalens.released import checks, report, signing
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -30,6 +30,7 @@ from datalens.released.certificate import (
     read_certificate,
     weights_of,
 )
+from datalens.released.claim import FIRST, Claim, check_version
 from datalens.released.release import draw_picture
 from datalens.released.synthetic import cells, more_than_pixels, nearly
 from datalens.released.weights import AnyGenerator, read_weights
@@ -44,7 +45,7 @@ class Verification:
 
     problems: tuple[str, ...]
     budget: Budget
-    spent: float
+    spent: float  # by the ledger; where weights do not state what they learned from, by the whole plan
     charged: tuple[Event, ...]
     private: bool
     unit: str  # what is protected
@@ -77,12 +78,12 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     problems = _file_problems(release, certificate)
     budget, events = read_ledger(release / LEDGER)
-    spent = budget.pricing().epsilon(events, budget.delta)
+    spent = shown = budget.pricing().epsilon(events, budget.delta)
     problems += _page_problems(release, certificate)
     notes: list[str] = []
     try:
-        checks.check_version(certificate.get("version"))
-        claim = checks.Claim(
+        check_version(certificate)
+        claim = Claim(
             certificate=certificate,
             settings=parse_settings(certificate["settings"]),
             schema=Schema.from_dict(certificate["public"]),
@@ -92,6 +93,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
             weights=read_weights(release / weights_of(certificate)),
         )
         problems += checks.problems(claim)
+        shown = checks.whole_price(claim)
         notes += checks.notes(claim)
         if redraw and not problems and not isinstance(claim.weights.model, checks.Classifier):
             problems += _picture_problems(release, claim.weights.model, claim.schema)
@@ -103,7 +105,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
     return Verification(
         problems=(*problems, *wrong),
         budget=budget,
-        spent=spent,
+        spent=shown,
         charged=events,
         private=is_private(budget, events),
         unit=str(certificate.get("privacy_unit")),
@@ -149,10 +151,23 @@ def _file_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
             found.append(f"{name} is missing")
         elif file_hash(release / name) != hashes.get(name):
             found.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
+    found += _signature_problems(release)
     unchanged = (release / CERTIFICATE).read_bytes() == certificate_bytes(certificate)
     if not unchanged or own_hash(certificate) != certificate["sha256"].get("certificate"):
         found.append(f"{CERTIFICATE} was changed after it was written")
     return found
+
+
+def _signature_problems(release: Path) -> list[str]:
+    """A signature is not certified, so it must be nothing else: it has no room for anything. (Whose: `signing`.)"""
+    if not (release / SIGNATURE).is_file():
+        return []
+    try:
+        with (release / SIGNATURE).open("rb") as file:
+            signing.check_form(file.read(signing.MOST_BYTES + 1))
+    except DatalensError as error:
+        return [f"{SIGNATURE}: {error}"]
+    return []
 
 
 def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
@@ -193,12 +208,12 @@ def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool
     problem = seal_problem(content, str(certificate["sha256"].get("certificate")))
     if problem is not None:
         return [f"{REPORT} {problem}"], []
-    if page_format(content) < FORMAT and certificate.get("version") == checks.FIRST:
+    if page_format(content) < FORMAT and certificate.get("version") == FIRST:
         return [], [
             f"{REPORT} was written by an earlier version, and is not compared: `datalens report` writes it anew"
         ]
     if page_format(content) != FORMAT:
         return [f"{REPORT} was written by another version than the certificate: `datalens report` writes it anew"], []
-    if redraw and content != report.page(release):
+    if redraw and content != report.page(release, like=content):
         return [f"{REPORT} does not say what {CERTIFICATE} says: `datalens report` writes it anew"], []
     return [], []

@@ -91,7 +91,10 @@ def read_weights(path: Path) -> Weights:
             if set(metadata) != {kind}:
                 raise ValueError("its metadata are others than a model's description")
             said = json.loads(metadata[kind])
+            if json.dumps(said) != metadata[kind]:  # the one way it is written: a name that comes twice would be lost
+                raise ValueError("its description is not as it was written")
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _check_header(path)
         classes = tuple(str(name) for name in said.pop("classes"))
         counts = {name: _count(said.pop(name, None)) for name in COUNTS}
         model = _model(kind, said, weights, classes)
@@ -100,6 +103,19 @@ def read_weights(path: Path) -> Weights:
             f"{path} is not a {kind} of ours ({type(error).__name__}): fetch the release again"
         ) from error
     return Weights(model=model, classes=classes, **counts)
+
+
+def _check_header(path: Path) -> None:
+    """Raise unless the file's header is as safetensors writes it, with no names twice, and nothing that it ignores."""
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    fields = json.loads(header)
+    written = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    if header != written + b" " * (-len(written) % 8):
+        raise ValueError("its header is not as it was written")
+    del fields["__metadata__"]
+    if any(set(tensor) != {"dtype", "shape", "data_offsets"} for tensor in fields.values()):
+        raise ValueError("a tensor has more than a type, a shape and a place")
 
 
 def _count(value: Any) -> int | None:
@@ -128,7 +144,9 @@ def _model(
 def _rebuilt_classifier(said: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> Classifier:
     if set(said) != {"shape", "network"}:
         raise ValueError("it describes something else")
-    shape = tuple(int(side) for side in said["shape"])
+    shape = tuple(said["shape"])
+    if any(type(side) is not int for side in shape):
+        raise ValueError("sizes are whole numbers")
     if len(shape) not in (1, 3) or not 0 < math.prod(shape) <= MOST_PIXELS or not 0 < classes <= MOST_PIXELS:
         raise ValueError("no classifier of ours sees images like that")
     with torch.device("meta"):
@@ -166,8 +184,10 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
     """The model with these tensors, each of the size the others make it."""
     if set(fields) != {"shape", "steps"}:
         raise ValueError("it describes something else")
-    channels, height, width = (int(side) for side in fields["shape"])
-    shape, steps = (channels, height, width), int(fields["steps"])
+    channels, height, width = fields["shape"]
+    shape, steps = (channels, height, width), fields["steps"]
+    if any(type(number) is not int for number in (*shape, steps)):
+        raise ValueError("sizes are whole numbers")
     if channels > 4 or min(shape) < 1 or channels * height * width > MOST_PIXELS or not 0 <= steps <= MOST_STEPS:
         raise ValueError("no model of ours makes images like that")
     coordinates, texture = weights["means"].shape[1], Texture(shape).size if steps else 0

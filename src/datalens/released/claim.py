@@ -1,0 +1,48 @@
+"""A release as it is checked: its parts, parsed, and which versions of it there are."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from datalens.datasets.schema import Schema
+from datalens.errors import DatalensError
+from datalens.privacy.events import Event
+from datalens.privacy.ledger import Budget
+from datalens.released.certificate import VERSION
+from datalens.released.weights import Weights
+from datalens.settings import AnySettings
+
+FIRST = 2  # the certificate's version that datalens 0.1.0 wrote; those before it were never released
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A release, parsed: what it says of itself, and what it holds."""
+
+    certificate: dict[str, Any]
+    settings: AnySettings
+    schema: Schema
+    budget: Budget
+    events: tuple[Event, ...]
+    spent: float
+    weights: Weights
+
+    @property
+    def version(self) -> int:
+        return self.certificate["version"]
+
+
+def check_version(certificate: dict[str, Any]) -> None:
+    """Raise unless it is a version of the certificate that this datalens can check, and that its writer wrote.
+
+    Version 2 states less, so it is no way out for a datalens that writes version 3. (From a source tree 0.1.0 wrote
+    "not installed" for its own version.)
+    """
+    version = certificate.get("version")
+    if type(version) is not int or not FIRST <= version <= VERSION:
+        older = "was never released" if type(version) is int and version < FIRST else "is not known to this datalens"
+        raise DatalensError(f"it is a certificate of version {str(version)[:20]}, which {older}")
+    writer = str(certificate["versions"]["datalens"])
+    number = re.match(r"\D*(\d+)\.?(\d*)", writer, re.ASCII)
+    if version == FIRST and number and (int(number[1]), int(number[2] or 0)) >= (0, 2):
+        raise DatalensError(f"it is a certificate of version {FIRST}, which datalens {writer[:40]} does not write")
