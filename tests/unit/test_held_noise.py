@@ -137,3 +137,13 @@ def test_a_gate_that_draws_after_its_charge_is_seen(monkeypatch: pytest.MonkeyPa
             Held(self.noise.standard_normal(contributions.cells)).take()
 
     assert order_of(Late(), votes(), monkeypatch)[-3:] == ["charge", "draw", "take"]
+
+
+def test_noise_of_another_process_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(np.zeros(3))
+    mine = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: mine + 1)
+    with pytest.raises(DatalensError, match="belongs to the process that drew it"):
+        held.take()
+    monkeypatch.undo()
+    assert held.take().shape == (3,)
