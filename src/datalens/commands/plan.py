@@ -111,7 +111,7 @@ class Plan:
 
 
 def _seconds(settings: TrainSettings, schema: "Schema") -> float | None:
-    """What training will take, where teachers vote; None for methods that take seconds, or that nobody has timed."""
+    """Estimate how long training takes where teachers vote; None for every other method."""
     if not isinstance(settings, Settings):
         return None
     from datalens.methods.datalens import seconds_a_step
