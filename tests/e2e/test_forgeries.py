@@ -209,6 +209,30 @@ def test_an_old_release_is_said_to_have_spent_what_its_plan_costs(
     assert any("not state how many" in note for note in said["not_stated"])
 
 
+@pytest.mark.parametrize("method", ["topagg", "moments", "sgd"])
+def test_the_verdict_on_an_old_certificate_is_qualified_and_can_be_refused(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    """Version 2 does not bind what weights learned from to what was charged: it does not stand as version 3 does."""
+    release = release_of(method)
+    new = call("verify", release, "--require-version", 3).succeeded().out
+    assert new.startswith("the certificate stands:") and "binds less" not in new
+    assert call("verify", release, "--json").json["qualified"] is False
+    forget_counts(release)
+    old = call("verify", release).succeeded().out
+    assert old.startswith("the certificate stands, as far as one of version 2 can:") and "binds less" in old
+    said = call("verify", release, "--json").succeeded().json
+    assert (said["ok"], said["qualified"], said["certificate_version"]) == (True, True, 2)
+    refused = call("verify", release, "--require-version", 3)
+    assert refused.code == 1 and "--require-version asks for 3" in refused.out
+    assert call("verify", release, "--require-version", 2).succeeded()
+
+
+@pytest.mark.parametrize("wanted", [0, 9])
+def test_a_version_that_does_not_exist_is_not_asked_for(wanted: int, release_of: Callable[[str], Path]) -> None:
+    assert "is 1 to 3" in call("verify", release_of("moments"), "--require-version", wanted).refused()
+
+
 def cheaper_budget(release: Path, epsilon: float) -> None:
     lines = lines_of(release)
     lines[0]["epsilon"] = epsilon

@@ -20,6 +20,8 @@ class Verify:
     """A file with public keys (ssh-ed25519): one of them must have signed it, see `datalens sign`."""
     samples: Path | None = None
     """Also draw this file of `datalens sample` again, and compare: is it what the generator makes?"""
+    require_version: int | None = None
+    """Refuse a certificate of an earlier version: 3 is the one whose weights state what they learned from."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -46,10 +48,13 @@ class Verify:
             from datalens.released.redrawing import check_samples
 
             problems += check_samples(release, self.samples, found.certificate)
+        problems += _too_old(found.certificate.get("version"), self.require_version)
         problem, signature = _signature(release, self.signed_by)
         problems += [] if problem is None or problem in problems else [problem]
         fields = {
             "ok": not problems,
+            "certificate_version": found.certificate.get("version"),
+            "qualified": found.older,
             "epsilon": json_number(found.budget.epsilon),
             "epsilon_spent": json_number(found.spent),
             "delta": found.budget.delta,
@@ -69,7 +74,11 @@ class Verify:
             "warnings": list(found.warnings),
         }
         stamp = "" if found.private else " NOT PRIVATE."
-        verdict = "the certificate stands:" if not problems else "the certificate does NOT stand:"
+        verdict = "the certificate stands:"
+        if found.older:
+            verdict = f"the certificate stands, as far as one of version {found.certificate.get('version')} can:"
+        if problems:
+            verdict = "the certificate does NOT stand:"
         spent = found.budget.describe(found.spent)
         lines = [verdict, *(f"  {p}" for p in problems)]
         lines.append(f"  {found.events} events, spent {spent} of a budget of {upwards(found.budget.epsilon)}.{stamp}")
@@ -87,6 +96,19 @@ class Verify:
                 lines.append(f"    {said}")
         show(fields, lines, json=self.json)
         return EXIT_REFUSED if problems else 0
+
+
+def _too_old(version: object, wanted: int | None) -> list[str]:
+    """What is wrong with its version, if one was asked for."""
+    from datalens.released.certificate import VERSION
+
+    if wanted is None:
+        return []
+    if not 1 <= wanted <= VERSION:
+        raise DatalensError(f"--require-version is 1 to {VERSION}, the versions of the certificate so far")
+    if isinstance(version, int) and version >= wanted:
+        return []
+    return [f"it is a certificate of version {str(version)[:20]}, and --require-version asks for {wanted}"]
 
 
 def _signature(release: Path, keys: Path | None) -> tuple[str | None, str]:

@@ -23,7 +23,7 @@ from datalens.privacy.events import (
     UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, upwards
-from datalens.released.certificate import contents, lengths
+from datalens.released.certificate import VERSION, contents, lengths
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator
@@ -44,6 +44,11 @@ def notes(claim: Claim) -> list[str]:
     """Return what cannot be held to a release that stands: what an older one does not state, last digits of prices."""
     found = []
     planned, paid = steps_planned(claim.settings), steps_paid(claim.settings, claim.events)
+    if claim.version < VERSION:
+        found.append(
+            f"a certificate of version {claim.version} binds less than version {VERSION} does: that the weights learned "
+            "from what was charged, and from nothing else, is the owner's word (--require-version asks for more)"
+        )
     if claim.weights.completed is None and paid < planned:
         found.append(
             f"the weights do not state how many steps they learned from (datalens 0.1.0 did not write it): that the "

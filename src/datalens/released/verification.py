@@ -21,6 +21,7 @@ from datalens.released.certificate import (
     PAGE,
     PICTURE,
     SIGNATURE,
+    VERSION,
     certificate_bytes,
     file_hash,
     files_of,
@@ -56,6 +57,11 @@ class Verification:
     @property
     def events(self) -> int:
         return len(self.charged)
+
+    @property
+    def older(self) -> bool:
+        """Whether its certificate is of an earlier version, which states less."""
+        return self.certificate.get("version") != VERSION
 
     def spent_by(self) -> dict[AccountantName, float | str]:
         """What every accountant makes of the ledger, or why it has no price. (Not needed to verify, and slower.)"""
