@@ -46,7 +46,7 @@ def notes(claim: Claim) -> list[str]:
     planned, paid = steps_planned(claim.settings), steps_paid(claim.settings, claim.events)
     if claim.version < VERSION:
         found.append(
-            f"a certificate of version {claim.version} binds less than version {VERSION} does: that the weights learned "
+            f"a certificate of version {claim.version} binds less than version {VERSION} does: that weights learned "
             "from what was charged, and from nothing else, is the owner's word (--require-version asks for more)"
         )
     if claim.weights.completed is None and paid < planned:

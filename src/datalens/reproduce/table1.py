@@ -2,7 +2,7 @@
 
 import math
 
-from datalens.reproduce.compared import ALONE, DATA, OURS, PRINTED, TO_THE_LETTER, options, said
+from datalens.reproduce.compared import ALONE, AUTHORS, DATA, OURS, PRINTED, TO_THE_LETTER, options, said
 from datalens.reproduce.harness import Cell, Scoring, Table
 
 # The paper's printed values: data set → that of DC-GAN, without privacy.
@@ -35,6 +35,8 @@ def cells(full: bool) -> list[Cell]:
             values: dict[str, float | None] = dict(zip(PRINTED, PAPER[printed, epsilon], strict=True))
             if full and dataset in ("MNIST", "Fashion-MNIST"):
                 values[TO_THE_LETTER] = values["DataLens"]
+                if epsilon == 10:  # at ε = 1 they differ from the printed ones in the law of z alone
+                    values[AUTHORS] = values["DataLens"]
             for method, value in (values | {OURS: None, ALONE: None}).items():
                 if not every and method not in ("DataLens", OURS, ALONE):
                     continue
@@ -45,7 +47,8 @@ def cells(full: bool) -> list[Cell]:
 
 def note(full: bool) -> str:
     return (
-        f"{said(full)} `datalens (ours)` is the default method, `warm start off` TopAgg in 64 cosines. Final-epoch "
+        f"{said(full)} `datalens (ours)` is the default method, `warm start off` TopAgg in 64 cosines, "
+        "`authors' settings` preset `code`: what their scripts ran at ε = 10 instead of what is printed. Final-epoch "
         "accuracy, δ = 1e-5. The paper does not name its classes of Places365; `Scenes` are other photographs, and "
         "stand in for it."
     )
