@@ -44,6 +44,7 @@ HIDDEN = {"spectral": 16, "compact": 16, "paper": 256, "printed": 256}  # units 
 LINEAR = 1000 / 7
 
 PAPER_SIDE = 32  # pixels: beyond, DC-GAN's discriminator has millions of parameters, and thousands of it fit no machine
+LARGE_BUDGET = 10**0.5  # an ε from which on settings made for ε = 10 are taken, not those for 1
 RECORDS_PER_TEACHER = 15  # the paper's 60,000 / 4,000
 
 
@@ -55,7 +56,7 @@ def preset(method: str, name: str | None, schema: Schema, epsilon: float) -> tup
         raise DatalensError(f"--preset {name} is unknown to {method}: choose {' or '.join(known)}")
     if method == "datalens":
         return name, _ours(name, schema, epsilon)
-    row = (schema.name, 1 if epsilon < 10**0.5 else 10)
+    row = (schema.name, 10 if epsilon >= LARGE_BUDGET else 1)
     settings = _as_printed(schema) | _PAPER.get(row, {})
     if name == "code":
         settings |= {"latent_law": "uniform"} | _CODE.get(row, {})
@@ -95,12 +96,13 @@ def _as_printed(schema: Schema) -> dict[str, Any]:
 def _ours(name: str, schema: Schema, epsilon: float) -> dict[str, Any]:
     """The same loop over low-frequency cosines, with teachers a CPU can carry.
 
-    Beyond ε = 1 noise is no longer what limits it: the budget buys more images a step, up to four times as many.
+    A teacher has some 15 records. Where noise is strong it learns slowly, with decayed weights, or it would know them
+    by heart; with a larger budget it may learn more of them, and images move further in fewer steps.
     """
     size = min(64, schema.dimensions)
     settings = _as_printed(schema) | {
         "network": "spectral",
-        "teacher_rate": 5e-4,  # a teacher has some 15 records: slow and decayed, or it learns them by heart
+        "teacher_rate": 5e-4,
         "teacher_weight_decay": 0.03,
         "student_decay": True,
         "balanced_labels": True,
@@ -109,8 +111,9 @@ def _ours(name: str, schema: Schema, epsilon: float) -> dict[str, Any]:
         "k": max(1, size // 2),
         "decode": "linear",
         "steps": 150,
-        "batch": RECORDS_PER_TEACHER * int(min(4, max(1, epsilon))),
     }
+    if epsilon >= LARGE_BUDGET:
+        settings |= {"teacher_rate": 1e-3, "teacher_weight_decay": 0.0, "gamma": 2e-3, "steps": 100}
     if name == "quick":  # to see the whole chain in seconds; not for results
         settings |= {"teachers": max(1, schema.nominal_size // 60), "steps": 20}
     return settings

@@ -152,10 +152,11 @@ def test_cosines_of_colour_images_are_shared_by_the_channels() -> None:
     assert torch.allclose(constant.flatten(2).std(dim=2), torch.zeros(3, 3), atol=1e-7)
 
 
-@pytest.mark.parametrize(("epsilon", "batch"), [(0.3, 15), (1.0, 15), (2.7, 30), (4.0, 60), (10.0, 60), (math.inf, 60)])
-def test_a_larger_budget_buys_more_images_a_step(epsilon: float, batch: int) -> None:
-    assert plan(epsilon=epsilon)[1].batch == batch
-    assert plan(epsilon=epsilon, batch=7)[1].batch == 7
+@pytest.mark.parametrize(("epsilon", "rate"), [(0.3, 5e-4), (1.0, 5e-4), (3.1, 5e-4), (3.2, 1e-3), (math.inf, 1e-3)])
+def test_teachers_may_learn_faster_with_a_larger_budget(epsilon: float, rate: float) -> None:
+    made = plan(epsilon=epsilon)[1]
+    assert (made.teacher_rate, made.teacher_weight_decay) == (rate, 0.03 if rate == 5e-4 else 0.0)
+    assert plan(epsilon=epsilon, teacher_rate=0.02)[1].teacher_rate == 0.02
 
 
 def test_the_default_is_exact_and_add_remove() -> None:
