@@ -106,12 +106,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
     # The wiring: what a method asks, samples, draws and hands on.
     "sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
-    "training.py": (*wired("datalens moments", "datalens topk-sign", "dpmerf"), "wiring/test_twins_released.py"),
-    "spending.py": ("unit/test_data_budget.py", "e2e/test_budget.py"),
+    "training.py": (
+        *wired("datalens moments", "datalens topk-sign", "dpmerf"),
+        *("wiring/test_twins_released.py", "unit/test_hostile_files.py"),
+    ),
+    "spending.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
     "learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
     "voting.py": ("unit/test_voting.py",),
     "critics.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
-    "crowd.py": ("unit/test_ranks.py", *wired("datalens topk-sign")),
+    "crowd.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
     "methods/datalens.py": (
         *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
         "wiring/test_methods.py::test_plugins_are_walked_too",

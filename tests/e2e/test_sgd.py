@@ -169,6 +169,29 @@ def test_a_run_that_was_asked_to_stop_loses_nothing(
     assert check_release(run / "release").problems == ()
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"right": 3}'])
+def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, tmp_path: Path) -> None:
+    sgd._park(tmp_path, 7)
+    assert sgd._unpark(tmp_path) == 7 and sgd._unpark(tmp_path) == 0  # once
+    (tmp_path / "parked.json").write_text(content)
+    with pytest.raises(DatalensError, match="damaged"):
+        sgd._unpark(tmp_path)
+    assert (tmp_path / "parked.json").read_text() == content
+
+
+def test_a_run_does_not_go_on_with_other_records(
+    datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    at_step(monkeypatch, 13, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert datalens("sgd", *SMALL, "--out", run).code == 130
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"data_sha256": "0" * 64}))
+    before = (run / "ledger.jsonl").read_bytes()
+    assert "is not what" in datalens("sgd", "--out", run, "--resume").refused(after_start=True)
+    assert (run / "ledger.jsonl").read_bytes() == before
+
+
 def test_a_run_whose_checkpoint_is_gone_does_not_replace_its_release(
     datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,3 +257,33 @@ def test_files_below_a_class_may_have_any_name(tmp_path: Path) -> None:
     folder = a_folder_of_classes(tmp_path / "scans", "a")
     os.rename(folder / "a" / "0.png", folder / "a" / f"{LATIN}.png")
     assert len(collect(formats.open_records(str(folder), nominal_size=30)).images) == 30
+
+
+@pytest.mark.parametrize("unreadable", ["Schema.from_dict", "parse_settings"])
+def test_a_run_that_could_not_be_opened_again_reserves_nothing(
+    unreadable: str, tmp_path: Path, data_budget: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise ValueError("no such thing")
+
+    budget, settings = make_plan(TrainOptions(out=tmp_path / "run", **DIGITS), formats.schema("digits"))
+    asked = TrainOptions(out=tmp_path / "run", budget=data_budget, **DIGITS)
+    facts: dict[str, Any] = {"options": options_as_dict(asked), "data_sha256": "0" * 64}
+    before = {path.name: path.read_bytes() for path in data_budget.iterdir()}
+    monkeypatch.setattr(f"datalens.spending.{unreadable}", refuse)
+    with pytest.raises(DatalensError, match="could not be opened again"):
+        spending.begin(asked, asked.out, settings=settings, schema=formats.schema("digits"), budget=budget, **facts)
+    assert {path.name: path.read_bytes() for path in data_budget.iterdir()} == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_go_on_with_a_set_of_another_kind() -> None:
+    """Same place, other size or classes: what was planned by public facts would not hold."""
+    from datalens.training import _records
+
+    digits = formats.open_records("digits")
+    job = SimpleNamespace(records=digits, schema=digits.schema, options={"data": "digits"})
+    assert _records(job) is digits  # type: ignore[arg-type]
+    job.schema = replace(digits.schema, nominal_size=digits.schema.nominal_size + 1)
+    with pytest.raises(DatalensError, match="is not what this run was begun with"):
+        _records(job)  # type: ignore[arg-type]
