@@ -6,6 +6,7 @@ PRINTED = ("DP-GAN", "PATE-GAN", "G-PATE", "GS-WGAN", "DataLens")
 OURS, ALONE = "datalens (ours)", "datalens, warm start off"
 TO_THE_LETTER = "DataLens, printed discriminator"
 AUTHORS = "DataLens, authors' settings"
+FULL_SIZE, FULL_SIZE_AUTHORS = "DataLens, full-size teachers", "DataLens, authors' settings, full-size teachers"
 METHODS: dict[str, dict[str, Any]] = {
     "DC-GAN": {"method": "dcgan"},
     "DP-GAN": {"method": "dpgan"},
@@ -15,6 +16,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "DataLens": {"method": "datalens-paper", "network": "compact"},
     TO_THE_LETTER: {"method": "datalens-paper", "network": "printed"},
     AUTHORS: {"method": "datalens-paper", "preset": "code", "network": "compact"},
+    FULL_SIZE: {"method": "datalens-paper", "network": "paper"},
+    FULL_SIZE_AUTHORS: {"method": "datalens-paper", "preset": "code", "network": "paper"},
     OURS: {"method": "datalens"},
     ALONE: {"method": "datalens", "warm_start": "off"},
 }
@@ -40,9 +43,10 @@ QUICK_SAID = (
 ).format(**FEW_TEACHERS)
 FULL_SAID = (
     "DataLens: preset `paper` (the printed N, k, σ, β, m, T and γ) with compact teachers that have a linear part per "
-    "class, since votes of the printed discriminator do not depend on the label; `printed discriminator`: with that "
-    "one, run on a GPU by version 0.1.0. Others: their `paper`, but "
-    "GS-WGAN with 2,000 steps, a tenth of the published number; on CelebA, DC-GAN has 6,000 steps (ten epochs of the "
+    "class, since votes of the printed discriminator do not depend on the label; `full-size teachers`: the printed "
+    "discriminator with such a part, half a million weights each, on a GPU; `printed discriminator`: without it, run "
+    "by version 0.1.0; `authors' settings`: preset `code`, uniform latents and, at ε = 10, their k and σ. Others: "
+    "their `paper`, but GS-WGAN with 2,000 steps, a tenth of the published number; on CelebA, DC-GAN has 6,000 steps (ten epochs of the "
     "37,540 faces at hand) and GS-WGAN 100 discriminators and 500 steps. `steps` of DP-GAN and "
     "GS-WGAN are blocks of 100."
 )

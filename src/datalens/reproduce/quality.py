@@ -120,7 +120,7 @@ def _rows(cells: list[Cell], results: dict[str, dict[str, Any]], kinds: tuple[st
     for row in dict.fromkeys(cell.row for cell in cells):
         dataset, epsilon = row.split(" ε=")
         mine = [cell for cell in cells if cell.row == row]
-        found = [results[cell.name] for cell in mine if cell.name in results]
+        found = [results[cell.name] for cell in mine if "fid" in results.get(cell.name, {})]
         for number, kind in enumerate(kinds):
             printed = dict(zip(PRINTED, PAPER[dataset, int(epsilon)][number], strict=True))
             lines.append(_line(row, kind, "Real data", REAL[dataset][number], found[0] if found else None, real=True))
@@ -139,7 +139,7 @@ def _line(
         found = result["inception"]
         ours, std = (found["score_real"], found["score_real_std"]) if real else (found["score"], found["score_std"])
         by = found["judge"]
-    elif result:
+    elif result and "fid" in result:  # scores take a classifier, distances Inception-v3: hours on a CPU
         ours = result["fid"]["fid_real" if real else "fid"]
         by = result["fid"]["features"]
         comparable = by.startswith("inception")
