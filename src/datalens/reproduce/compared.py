@@ -46,8 +46,8 @@ FULL_SAID = (
     "class, since votes of the printed discriminator do not depend on the label; `full-size teachers`: the printed "
     "discriminator with such a part, half a million weights each, on a GPU; `printed discriminator`: without it, run "
     "by version 0.1.0; `authors' settings`: preset `code`, uniform latents and, at ε = 10, their k and σ. Others: "
-    "their `paper`, but GS-WGAN with 2,000 steps, a tenth of the published number; on CelebA, DC-GAN has 6,000 steps (ten epochs of the "
-    "37,540 faces at hand) and GS-WGAN 100 discriminators and 500 steps. `steps` of DP-GAN and "
+    "their `paper`, but GS-WGAN with 2,000 steps, a tenth of the published number; on CelebA, DC-GAN has 6,000 steps "
+    "(ten epochs of the 37,540 faces at hand) and GS-WGAN 100 discriminators and 500 steps. `steps` of DP-GAN and "
     "GS-WGAN are blocks of 100."
 )
 DATA = {
