@@ -19,11 +19,11 @@ import torch
 
 from benchmarks import held_out
 from benchmarks.machine import describe
-from datalens.config import TrainOptions
+from datalens.driver import train
+from datalens.options import TrainOptions
 from datalens.released.classes import spread_of
 from datalens.released.generator import Generator
 from datalens.released.release import load_generator
-from datalens.training import train
 
 RECORDS = 15  # of a teacher
 NOISE = 0.225  # of the number of teachers: 900 / 4,000

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from datalens.evaluate.audit_mechanism import make_mechanism
+from datalens.evaluate.audits.mechanism import make_mechanism
 from datalens.privacy import audit
 from datalens.progress import bar
 

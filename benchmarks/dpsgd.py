@@ -21,12 +21,12 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 from benchmarks.machine import describe, now
 from datalens.bounded.norm_topk import NormTopK, Selector
-from datalens.methods.dpsgd import Plan, PrivateOptimizer
+from datalens.gradients.optimizer import Plan, PrivateOptimizer
+from datalens.gradients.sampled_model import sampled_module
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise
 from datalens.released.classifier import seeded
-from datalens.sampled_model import sampled_module
 
 
 def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callable[[], object]:

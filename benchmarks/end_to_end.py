@@ -21,7 +21,7 @@ import torch
 from benchmarks import teachers
 from benchmarks.machine import describe
 from datalens.bounded.topk_sign import TopKSign
-from datalens.datasets import sources
+from datalens.data.named import sources
 
 
 def measure(method: str, epsilon: float, loop: int, device: torch.device) -> dict[str, object]:

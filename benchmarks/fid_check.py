@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe
-from datalens.datasets import sources, weights
+from datalens.data.named import sources, weights
 from datalens.evaluate.features import Features, inception
 from datalens.evaluate.fid import fid
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from datalens.datasets import formats
+from datalens.data import formats
 from datalens.evaluate.utility import train_classifier
 from datalens.released.release import draw
 

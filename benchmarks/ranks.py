@@ -30,8 +30,8 @@ def be_a_rank(rank: int, size: int, port: int, options: dict[str, Any], answer: 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
 
-    from datalens.crowd import Crowd
-    from datalens.distributed import World
+    from datalens.run.ranks import World
+    from datalens.run.remote_teachers import Crowd
 
     torch.set_num_threads(1)
     with World.start("cpu") as world:
@@ -57,13 +57,13 @@ def prepare(options: dict[str, Any], numbers: range) -> tuple[Any, Any, tuple[in
     import numpy as np
     import torch
 
-    from datalens.basis import make_basis
     from datalens.bounded.topk_sign import TopKSign
-    from datalens.crowd import Shown
     from datalens.private.networks import Network, Spectral, compact_network
     from datalens.private.partition import Partition
     from datalens.private.shares import Shares
     from datalens.private.teachers import Teachers
+    from datalens.public.basis import make_basis
+    from datalens.run.remote_teachers import Shown
 
     shape, classes, batch = (1, 28, 28), 10, 15
     spectral = options["network"] == "spectral"

@@ -24,19 +24,19 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks import held_out
 from benchmarks.machine import describe
-from datalens import streams
-from datalens.config import TrainOptions, options_as_dict
-from datalens.datasets import formats
-from datalens.distributed import World
+from datalens.data import formats
+from datalens.driver import train
 from datalens.methods import datalens
-from datalens.plan import topagg_plan
+from datalens.options import TrainOptions, options_as_dict
+from datalens.plans.plan import topagg_plan
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
+from datalens.public import streams
 from datalens.released.generator import Generator, dcgan_architecture, initialise
 from datalens.released.moments import MomentModel
 from datalens.released.release import load_generator
-from datalens.runs import Run
-from datalens.training import train
+from datalens.run.folder import Run
+from datalens.run.ranks import World
 
 
 def learn(model: MomentModel, latent: int, classes: int, steps: int, device: torch.device) -> Generator:

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks import held_out
 from benchmarks.machine import describe
-from datalens.config import TrainOptions
+from datalens.driver import train
 from datalens.errors import BudgetExceeded
+from datalens.options import TrainOptions
 from datalens.released.release import load_generator
-from datalens.training import train
 
 
 def measure(data: str, count: int, epsilon: float, device: torch.device, folder: Path) -> None:

@@ -16,13 +16,13 @@ import torch
 
 from benchmarks.machine import ceilings, describe, seconds
 from benchmarks.one_by_one import OneTeacher
-from datalens.basis import make_basis
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
 from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Partition
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
+from datalens.public.basis import make_basis
 from datalens.released.student import Fakes
 
 SHAPE, CLASSES, BATCH, RECORDS_EACH, STEPS = (1, 28, 28), 10, 15, 15, 2

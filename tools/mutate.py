@@ -78,14 +78,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/budget.py": ("unit/test_data_budget.py",),
     "privacy/reserve.py": ("unit/test_data_budget.py",),
     "privacy/dpsgd.py": ("unit/test_gradient_gate.py", "unit/test_noisy_critic.py", "unit/test_sgd_rules.py"),
-    "poisson.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py"),
-    "methods/dpsgd.py": (
+    "gradients/poisson.py": ("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py"),
+    "gradients/optimizer.py": (
         *("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py", "unit/test_watched_model.py"),
         "unit/test_mixing.py",
     ),
-    "watching.py": ("unit/test_watched_model.py",),
-    "mixing.py": ("unit/test_mixing.py", "unit/test_dpsgd_misuse.py"),
-    "sampled_model.py": ("unit/test_dpsgd_misuse.py", "unit/test_dpsgd.py", "unit/test_watched_model.py"),
+    "gradients/watching.py": ("unit/test_watched_model.py",),
+    "gradients/mixing.py": ("unit/test_mixing.py", "unit/test_dpsgd_misuse.py"),
+    "gradients/sampled_model.py": ("unit/test_dpsgd_misuse.py", "unit/test_dpsgd.py", "unit/test_watched_model.py"),
     "privacy/owned.py": ("unit/test_owned.py",),
     "privacy/one_of_many.py": ("unit/test_one_of_many.py",),
     "privacy/responses.py": ("unit/test_votes.py",),
@@ -105,16 +105,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/calibration.py": PRICES,
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
     # The wiring: what a method asks, samples, draws and hands on.
-    "sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
-    "training.py": (
+    "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
+    "driver.py": (
         *wired("datalens moments", "datalens topk-sign", "dpmerf"),
         *("wiring/test_twins_released.py", "unit/test_hostile_files.py"),
     ),
-    "spending.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
-    "learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
-    "voting.py": ("unit/test_voting.py",),
-    "critics.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
-    "crowd.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
+    "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
+    "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
+    "api/topagg.py": ("unit/test_voting.py",),
+    "public/critic.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
+    "run/remote_teachers.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
     "methods/datalens.py": (
         *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
         "wiring/test_methods.py::test_plugins_are_walked_too",

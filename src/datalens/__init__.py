@@ -25,32 +25,32 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see below
-    from datalens.config import TrainOptions
-    from datalens.datasets.schema import Schema
+    from datalens.api.estimator import DataLens
+    from datalens.api.topagg import topagg
+    from datalens.data.schema import Schema
+    from datalens.driver import train
     from datalens.errors import BudgetExceeded, DatalensError
-    from datalens.estimator import DataLens
-    from datalens.methods.dpsgd import make_private
+    from datalens.gradients.optimizer import make_private
+    from datalens.options import TrainOptions
     from datalens.privacy.ledger import Budget, Ledger
     from datalens.released.release import sample
     from datalens.released.synthetic import SyntheticDataset
     from datalens.released.verification import check_release
-    from datalens.training import train
-    from datalens.voting import topagg
 
 _HOMES = {
     "Budget": "datalens.privacy.ledger",
     "BudgetExceeded": "datalens.errors",
-    "DataLens": "datalens.estimator",
+    "DataLens": "datalens.api.estimator",
     "DatalensError": "datalens.errors",
     "Ledger": "datalens.privacy.ledger",
-    "Schema": "datalens.datasets.schema",
+    "Schema": "datalens.data.schema",
     "SyntheticDataset": "datalens.released.synthetic",
-    "TrainOptions": "datalens.config",
+    "TrainOptions": "datalens.options",
     "check_release": "datalens.released.verification",
-    "make_private": "datalens.methods.dpsgd",
+    "make_private": "datalens.gradients.optimizer",
     "sample": "datalens.released.release",
-    "topagg": "datalens.voting",
-    "train": "datalens.training",
+    "topagg": "datalens.api.topagg",
+    "train": "datalens.driver",
 }
 __all__ = [
     "Budget",

@@ -1,5 +1,5 @@
 """python -m datalens"""
 
-from datalens.cli import main
+from datalens.cli.main import main
 
 main()

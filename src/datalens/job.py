@@ -4,20 +4,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datalens.board import writer_class
-from datalens.config import TrainOptions, options_as_dict
-from datalens.datasets import formats
-from datalens.datasets.own import Reading
-from datalens.datasets.schema import Schema
+from datalens.data import formats
+from datalens.data.own.reading import Reading
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions, options_as_dict
 from datalens.peers.settings import PeerSettings
-from datalens.plan import check_moments, check_settings, make_plan
+from datalens.plans.plan import check_moments, check_settings, make_plan
+from datalens.plans.settings import Settings, SgdSettings, TrainSettings, parse_settings
 from datalens.privacy.ledger import Budget
-from datalens.runs import read_config
-from datalens.settings import Settings, SgdSettings, TrainSettings, parse_settings
+from datalens.run.board import writer_class
+from datalens.run.folder import read_config
 
 if TYPE_CHECKING:
-    from datalens.datasets.records import Records
+    from datalens.data.records import Records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def make_job(options: TrainOptions, given: set[str] | None, records: "Records | 
 
 def _restarted(options: TrainOptions) -> bool:
     """Whether torchrun has started this process again, after the run it had begun broke off."""
-    from datalens.distributed import launch, restarted
+    from datalens.run.ranks import launch, restarted
 
     exists = launch() is not None and (options.out / "config.json").is_file()
     return exists and restarted(read_config(options.out).get("launch"))

@@ -53,7 +53,7 @@ class Result:
 
 def call(*arguments: object) -> Result:
     """`datalens …`. An exception that the command line does not turn into a line goes through: the test fails."""
-    from datalens.cli import main
+    from datalens.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:

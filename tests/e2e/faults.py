@@ -246,7 +246,7 @@ def instrument(witness: Witness, run: Path, twin: str | None) -> None:
     from datalens.released import release as release_module
     from datalens.released.decode import Decode
     from datalens.released.student import Student
-    from datalens.runs import Run
+    from datalens.run.folder import Run
 
     if twin is not None:
         break_promise(twin, run)
@@ -485,9 +485,9 @@ def preload() -> None:
     import torch
     import torch._dynamo
 
+    import datalens.driver
     import datalens.methods.datalens
     import datalens.released.release
-    import datalens.training
 
     torch.set_num_threads(1)
     make = datalens.methods.datalens.dcgan_architecture  # narrow: the faults are in the files
@@ -505,8 +505,8 @@ def attempt(
     luck: random.Random,
 ) -> tuple[int, str]:
     """One process that trains, or goes on training. Returns how it ended (−9: killed) and what it said."""
-    import datalens.runs
-    from datalens.cli import main
+    import datalens.run.folder
+    from datalens.cli.main import main
     from datalens.privacy import noise
 
     said = log.with_suffix(".said")
@@ -522,7 +522,7 @@ def attempt(
         try:
             witness = Witness(log, run, fault, number, (theirs[0], ours[1]))
             instrument(witness, run, twin)
-            datalens.runs.CHECKPOINT_SECONDS = every
+            datalens.run.folder.CHECKPOINT_SECONDS = every
             if ahead:
                 noise.FEW_DRAWS = 0
             begin = ("--resume",) if run.exists() else (*OPTIONS, *options)
@@ -570,7 +570,7 @@ def outlives(child: int) -> bool:
 
 def second_writer(run: Path, log: Path) -> None:
     """While the first is in the middle of its work: one more that resumes, and one that goes for the ledger alone."""
-    from datalens.cli import main
+    from datalens.cli.main import main
     from datalens.errors import DatalensError
     from datalens.privacy.ledger import Ledger
 

@@ -27,7 +27,7 @@ MOST_UNFINISHED = 1  # of 60
 
 def start(run: Path, log: Path, number: int, twin: str | None) -> int:
     """A process that trains, or goes on; the number of it."""
-    from datalens.cli import main
+    from datalens.cli.main import main
 
     child = os.fork()
     if child:

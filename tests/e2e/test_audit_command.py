@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from datalens.evaluate import audit as whole_runs
-from datalens.evaluate import audit_mechanism
+from datalens.evaluate.audits import end_to_end as whole_runs
+from datalens.evaluate.audits import mechanism
 from datalens.privacy import audit
 from datalens.privacy.audit import Finding
 
@@ -57,12 +57,12 @@ def test_every_printed_epsilon_says_which(datalens):
 
 def test_a_broken_mechanism_is_exit_1(datalens, monkeypatch):
     """Noise a third as large as what is charged, where the command makes its mechanism."""
-    make = audit_mechanism.make_mechanism
+    make = mechanism.make_mechanism
 
     def weak(law, sigma):
         return audit.Weakened(charged=make(law, sigma), released=make(law, sigma / 3))
 
-    monkeypatch.setattr(audit_mechanism, "make_mechanism", weak)
+    monkeypatch.setattr(mechanism, "make_mechanism", weak)
     result = datalens(*QUICK)
     assert result.code == 1
     assert "BROKEN" in result.out
@@ -164,7 +164,7 @@ def test_attacks_for_people_say_what_is_not_covered(datalens, copy):
 
 def test_a_set_of_copies_is_exit_1(datalens, trained, tmp_path):
     """A certificate does not save it."""
-    from datalens.datasets import formats
+    from datalens.data import formats
     from datalens.released.loading import load
     from datalens.released.saving import save
 

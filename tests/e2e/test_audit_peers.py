@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from datalens.errors import DatalensError
-from datalens.evaluate import audit_peers
-from datalens.evaluate.audit_peers import Question, lower_bound
+from datalens.evaluate.audits import methods
+from datalens.evaluate.audits.methods import Question, lower_bound
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def result(datalens):
 
 def test_every_private_method_stands_and_its_twins_are_caught(result) -> None:
     assert result["ok"], result
-    assert {one["name"].split(":")[0] for one in result["findings"]} == set(audit_peers.METHODS)
-    assert {name.split(":")[0] for name in result["controls"]} == set(audit_peers.METHODS)
+    assert {one["name"].split(":")[0] for one in result["findings"]} == set(methods.METHODS)
+    assert {name.split(":")[0] for name in result["controls"]} == set(methods.METHODS)
     assert all(result["controls"].values())
 
 

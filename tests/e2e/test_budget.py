@@ -53,7 +53,7 @@ def test_runs_share_one_budget(datalens: Call, small: tuple[str, ...], budget: P
 def test_resume_does_not_reserve_twice(
     datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datalens import training
+    from datalens import driver
     from datalens.privacy.budget import DataBudget
 
     def crash(*_: object, **__: object) -> None:
@@ -61,7 +61,7 @@ def test_resume_does_not_reserve_twice(
 
     out = tmp_path / "a"
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_lead", crash)
+        patch.setattr(driver, "_lead", crash)
         with pytest.raises(RuntimeError, match="kill -9"):
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out)
     assert len(left(datalens, budget)["runs"]) == 1  # charged, though nothing was released
@@ -106,7 +106,7 @@ def test_a_crash_between_reserving_and_beginning_stays_charged(
         raise RuntimeError("kill -9")
 
     with monkeypatch.context() as patch:
-        patch.setattr("datalens.runs.write_atomically", crash)  # of config.json, right after reserving
+        patch.setattr("datalens.run.folder.write_atomically", crash)  # of config.json, right after reserving
         with pytest.raises(RuntimeError, match="kill -9"):
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -146,11 +146,11 @@ def test_bad_options(datalens: Call, small: tuple[str, ...], budget: Path, tmp_p
 )
 def test_every_method_can_be_reserved(method: tuple[str, ...], budget: Path) -> None:
     """At its own ε, in an empty budget: what its ledger may charge is priced at that, or (Laplace, sampled) near it."""
-    from datalens.config import TrainOptions
-    from datalens.datasets import formats
-    from datalens.plan import make_plan
+    from datalens.data import formats
+    from datalens.options import TrainOptions
+    from datalens.plans.plan import make_plan
     from datalens.privacy.budget import most_charged, price
-    from datalens.spending import planned
+    from datalens.run.reservation import planned
 
     name, *more = method
     given = {"aggregate": more[1]} if more else {}

@@ -254,7 +254,7 @@ def test_without_noise_epsilon_is_inf(datalens, without_noise):
 
 
 def test_a_seed_of_noise_moves_on_with_every_charge(trained, with_known_noise):
-    from datalens.runs import Run
+    from datalens.run.folder import Run
 
     with contextlib.closing(Run.open(with_known_noise[0])) as run:
         assert len(run.ledger.events) == 2 and run.noise_seed == 1 + 2

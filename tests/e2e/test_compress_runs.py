@@ -55,9 +55,9 @@ def test_table_6_times_the_three_compressors_in_one_run(tmp_path: Path, monkeypa
 
 def test_tables_5_and_6_ask_for_what_can_be_planned() -> None:
     """Every cell, quick and full, from public facts: nothing is trained."""
-    from datalens.config import TrainOptions
-    from datalens.datasets import formats
-    from datalens.plan import topagg_plan
+    from datalens.data import formats
+    from datalens.options import TrainOptions
+    from datalens.plans.plan import topagg_plan
 
     for full in (False, True):
         asked = [cell.options for cell in table5.TABLE.cells(full) if cell.options is not None]

@@ -301,9 +301,9 @@ def write_half(state, path, metadata=None):
 @pytest.fixture
 def checkpoint_early(monkeypatch):
     """One checkpoint after the first step, the next one at the end (or 20 times the first one's cost later)."""
-    from datalens import runs
+    from datalens.run import folder
 
-    monkeypatch.setattr(runs, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(folder, "CHECKPOINT_SECONDS", -1.0)
 
 
 @pytest.mark.usefixtures("checkpoint_early")
@@ -443,7 +443,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(monkeypatch, datalens, sm
     from safetensors.numpy import load_file
 
     from datalens.released.student import Student
-    from datalens.runs import Run
+    from datalens.run.folder import Run
 
     options = ("train", *small, "--steps", 4, "--epsilon", "inf")
     datalens(*options, "--out", tmp_path / "whole").succeeded()
@@ -504,10 +504,10 @@ def test_no_room_for_the_ledger(monkeypatch, train, datalens, run, used):
 
 @pytest.mark.parametrize("size", [300_000, 20_000], ids=["checkpoint", "generator"])
 def test_no_room_for_weights(monkeypatch, train, run, file_size_limit, size):
-    from datalens import runs
+    from datalens.run import folder as folder
 
     if size == 20_000:
-        monkeypatch.setattr(runs, "CHECKPOINT_BYTES", 0)  # none is written, so that the release is the first to fail
+        monkeypatch.setattr(folder, "CHECKPOINT_BYTES", 0)  # none is written, so that the release is the first to fail
     file_size_limit(size)
     assert str(run) in train(*ROOMY).refused(after_start=True)
 
@@ -638,7 +638,7 @@ def test_ctrl_c(monkeypatch, live, train, datalens, run):
 
 
 def test_two_processes(live, datalens, small, run):
-    from datalens.runs import Run
+    from datalens.run.folder import Run
 
     process = live(100_000)
     assert "another process" in datalens("train", "--out", run, "--resume").refused()
@@ -726,11 +726,11 @@ def chain(run, report):
     import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401 (torch.optim asks for it, and it takes a second)
 
+    import datalens.driver
     import datalens.methods.datalens
     import datalens.released.release
-    import datalens.runs
-    import datalens.training
-    from datalens.cli import main
+    import datalens.run.folder
+    from datalens.cli.main import main
 
     make = (
         datalens.methods.datalens.dcgan_architecture
@@ -747,7 +747,7 @@ def chain(run, report):
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        datalens.runs.CHECKPOINT_SECONDS = checkpoint_every
+        datalens.run.folder.CHECKPOINT_SECONDS = checkpoint_every
         size = ("--data", "digits", "--preset", "quick", "--teachers", "20", "--steps", str(LONG))
         code = 99
         try:

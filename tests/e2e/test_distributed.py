@@ -28,7 +28,7 @@ COMPACT = (*SMALL, "--network", "compact", "--basis", "pixel", "--k", "20", "--n
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch", "torch._dynamo", "datalens.training", "datalens.methods.datalens", "sklearn.datasets"]
+    ["torch", "torch._dynamo", "datalens.driver", "datalens.methods.datalens", "sklearn.datasets"]
 )
 
 
@@ -117,7 +117,7 @@ def be_a_rank(
     from rich.console import Console
 
     from datalens import progress
-    from datalens.cli import main
+    from datalens.cli.main import main
     from datalens.methods import datalens as method
 
     torch.set_num_threads(1)
@@ -142,12 +142,12 @@ def be_a_rank(
 
 def spies() -> dict[str, list[Any]]:
     """What happens in this process, as it happens."""
-    from datalens import crowd
     from datalens.privacy.ledger import Ledger
     from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum
     from datalens.privacy.noise import DrawnAhead, ExactNoise, SecureNoise, SeededNoise
     from datalens.private.shares import Shares
     from datalens.private.teachers import Teachers
+    from datalens.run import remote_teachers
 
     seen: dict[str, list[Any]] = {
         name: [] for name in ("fakes", "totals", "sums", "charges", "noise", "teachers", "records")
@@ -171,7 +171,7 @@ def spies() -> dict[str, list[Any]]:
         seen["sums"].append(None if result is None else "total")
 
     spy(Teachers, "fit_step", note_fakes)
-    spy(crowd, "sum_over_ranks", note_sum)
+    spy(remote_teachers, "sum_over_ranks", note_sum)
     for gate in (DiscreteGaussianSum, GaussianSum):
         spy(gate, "release", lambda _, __, c, ledger, step: seen["totals"].append(c.private_total.tolist()))
     spy(Ledger, "charge", lambda number, *_: seen["charges"].append(number))
@@ -355,7 +355,7 @@ def test_more_ranks_than_gpus(ranks: Callable[..., Ranks], tmp_path: Path) -> No
 
 
 def cannot_read(rank: int) -> None:
-    from datalens.datasets import formats
+    from datalens.data import formats
     from datalens.errors import DatalensError
 
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -371,9 +371,9 @@ def test_a_rank_that_cannot_read(ranks: Callable[..., Ranks], tmp_path: Path) ->
 
 def elsewhere(rank: int) -> None:
     """Rank 1 is on a machine of its own: the same path leads to another place."""
-    from datalens import training
+    from datalens import driver
 
-    training.NEWS_SECONDS = 0.1
+    driver.NEWS_SECONDS = 0.1
     if rank == 1:
         os.chdir("/")
 
@@ -399,13 +399,13 @@ def test_only_training_has_ranks(ranks: Callable[..., Ranks]) -> None:
 
 def overlap(rank: int) -> None:
     """Teacher 10 on both ranks, wherever ranks say what is theirs."""
-    from datalens.distributed import World
+    from datalens.run.ranks import World
 
     World.numbers = lambda self, teachers, *, rank=None: range(0, 11) if self.rank == 0 else range(10, 21)
 
 
 def a_gap(rank: int) -> None:
-    from datalens.distributed import World
+    from datalens.run.ranks import World
 
     World.numbers = lambda self, teachers, *, rank=None: range(0, 10) if self.rank == 0 else range(11, 21)
 
@@ -509,7 +509,7 @@ def test_a_killed_leader_forgets_no_charge(
 
 def often(rank: int) -> None:
     """A checkpoint after every step: the time since the last one always dwarfs what that one cost."""
-    from datalens import runs
+    from datalens.run import folder as runs
 
     ages = (100.0**i for i in itertools.count())
     runs.CHECKPOINT_SECONDS = 0.0
@@ -518,25 +518,25 @@ def often(rank: int) -> None:
 
 def dies_after_saving(rank: int) -> None:
     """Rank 1 is killed in the second checkpoint, once its own file is there; that of rank 0 may be or not."""
-    from datalens import crowd
+    from datalens.run import remote_teachers as remote_teachers
 
     often(rank)
-    save = crowd.save_tensors
+    save = remote_teachers.save_tensors
 
     def deadly(path: Path, *args: Any) -> None:
         save(path, *args)
         if rank == 1 and path.name.startswith("teachers-2-"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    crowd.save_tensors = deadly
+    remote_teachers.save_tensors = deadly
 
 
 def dies_saving(rank: int) -> None:
     """Rank 1 is killed in the second checkpoint with half of its file written."""
-    from datalens import crowd
+    from datalens.run import remote_teachers as remote_teachers
 
     often(rank)
-    save = crowd.save_tensors
+    save = remote_teachers.save_tensors
 
     def deadly(path: Path, *args: Any) -> None:
         if rank == 1 and path.name.startswith("teachers-2-"):
@@ -544,12 +544,12 @@ def dies_saving(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         save(path, *args)
 
-    crowd.save_tensors = deadly
+    remote_teachers.save_tensors = deadly
 
 
 def dies_before_latest(rank: int) -> None:
     """Rank 0 is killed when all teachers of the second checkpoint are on disk, and nothing says so yet."""
-    from datalens import runs
+    from datalens.run import folder as runs
 
     often(rank)
     save = runs.save_tensors
@@ -608,16 +608,16 @@ def test_a_kill_in_a_checkpoint(ranks: Callable[..., Ranks], tmp_path: Path, unb
 def cannot_write(rank: int) -> None:
     import errno
 
-    from datalens import crowd
+    from datalens.run import remote_teachers as remote_teachers
 
-    save = crowd.save_tensors
+    save = remote_teachers.save_tensors
 
     def full(path: Path, *args: Any) -> None:
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         save(path, *args)
 
-    crowd.save_tensors = full
+    remote_teachers.save_tensors = full
 
 
 def test_a_rank_whose_disk_is_full(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def test_nccl_takes_what_is_sent() -> None:
     import torch
     import torch.distributed as dist
 
-    from datalens.distributed import World
+    from datalens.run.ranks import World
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

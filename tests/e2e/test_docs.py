@@ -90,7 +90,7 @@ AFTER = {"python.md": after_python, "dpsgd.md": after_dpsgd, "tutorial.md": afte
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from datalens.cli import _parse
+    from datalens.cli.main import _parse
 
     for _, said, text in blocks(page):
         for words in commands(text) if not said else []:
@@ -103,7 +103,7 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_command_that_does_not_exist_would_be_found() -> None:
-    from datalens.cli import _parse
+    from datalens.cli.main import _parse
 
     (words,) = commands("$ ls\ndatalens train --data mnist --epsilom 1 \\\n  --out a  # a remark\n")
     assert words == ["train", "--data", "mnist", "--epsilom", "1", "--out", "a"]

@@ -14,7 +14,7 @@ from sklearn.base import clone
 from torch.utils.data import DataLoader, Dataset
 
 from datalens import BudgetExceeded, DataLens, DatalensError, TrainOptions, check_release, train
-from datalens.datasets.arrays import as_arrays, named_labels
+from datalens.data.own.python import as_arrays, named_labels
 
 SMALL: dict[str, Any] = {"epsilon": 20.0, "delta": 1e-3, "options": {"texture": 0, "coordinates": 6}}
 PUBLIC: dict[str, Any] = {"nominal_size": 300, "classes": ("cat", "dog")}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from datalens.config import TrainOptions
+from datalens.options import TrainOptions
+from datalens.plans.settings import Settings
 from datalens.privacy import bounds
 from datalens.privacy.ledger import read_ledger
 from datalens.reproduce import figure2
 from datalens.reproduce.figure2 import Panel
-from datalens.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -77,7 +77,7 @@ def test_where_an_outcome_is_likely_the_bound_is_drawn(small_figure: None, tmp_p
 
 def test_who_looks_changes_nothing(tmp_path: Path) -> None:
     """The ledger of a watched run is, byte for byte, that of one nobody watches, whatever the watcher makes of it."""
-    from datalens.training import train
+    from datalens.driver import train
 
     def look_with(settings: Settings) -> Any:
         return lambda votes: bounds.analyse(votes, k=1, threshold=1e9, sigma=1e-3)  # "costs nothing"

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from datalens import check_release
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.pages import REPORT, sealed
+from datalens.plans.settings import parse_settings
 from datalens.privacy import tables
 from datalens.privacy.ledger import read_ledger
 from datalens.released.certificate import (
@@ -35,7 +36,6 @@ from datalens.released.certificate import (
     own_hash,
     page_bytes,
 )
-from datalens.settings import parse_settings
 from tests.e2e.conftest import call
 
 Lines = list[dict[str, Any]]

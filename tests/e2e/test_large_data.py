@@ -22,9 +22,9 @@ CHILD = """
 import hashlib, json, resource, sys
 from pathlib import Path
 import pyarrow.parquet, torch
-from datalens.basis import make_basis
-from datalens.datasets import formats, images
-from datalens.datasets.records import collect
+from datalens.public.basis import make_basis
+from datalens.data import formats, images
+from datalens.data.records import collect
 from datalens.private import shares
 from datalens.private.networks import compact_network
 from datalens.private.partition import Hashed

@@ -13,7 +13,7 @@ import pytest
 from sklearn.neighbors import NearestCentroid
 
 from datalens import TrainOptions, sample, train
-from datalens.datasets import formats
+from datalens.data import formats
 
 INF = float("inf")
 ALGORITHM_1 = {

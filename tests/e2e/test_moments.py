@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from datalens.settings import RELEASES
+from datalens.plans.settings import RELEASES
 
 DIGITS = ("--data", "digits", "--epsilon", 10)
 
@@ -87,7 +87,7 @@ def test_samples_follow_their_seed(finished, datalens, tmp_path):
 
 
 def test_nothing_of_a_record_is_in_the_release(finished):
-    from datalens.datasets import formats
+    from datalens.data import formats
 
     run, _ = finished
     content = b"".join(path.read_bytes() for path in (run / "release").iterdir())
@@ -298,7 +298,7 @@ def test_a_ledger_that_cannot_have_come_about(finished, datalens, tmp_path, lie)
 
 
 def test_a_plan_reads_nothing(datalens, monkeypatch):
-    from datalens.datasets import formats
+    from datalens.data import formats
 
     monkeypatch.setattr(formats, "open_records", None)
     shown = datalens("plan", "--data", "mnist", "--epsilon", 1).succeeded().out
@@ -310,11 +310,11 @@ def test_a_plan_reads_nothing(datalens, monkeypatch):
 
 
 def test_ranks_are_refused_in_a_line(datalens, monkeypatch, tmp_path):
-    from datalens import training
-    from datalens.distributed import World
+    from datalens import driver
+    from datalens.run.ranks import World
 
     with pytest.raises(Exception, match="one process"):
-        training._check_alone(World(rank=0, size=2))
+        driver._check_alone(World(rank=0, size=2))
 
 
 @pytest.mark.parametrize("channels", [2, 4])

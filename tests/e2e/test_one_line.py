@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datalens.cli import _advice, _stopped
-from datalens.commands.mistyped import in_one_line
-from datalens.datasets.own import Reading
-from datalens.inspection import _round, inspect
+from datalens.cli.main import _advice, _stopped
+from datalens.cli.mistakes import in_one_line
+from datalens.data.own.reading import Reading
+from datalens.evaluate.inspection import _round, inspect
 
 TRAIN = ("train", "--data", "digits", "--out", "z")
 

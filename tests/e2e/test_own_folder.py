@@ -90,11 +90,11 @@ def test_the_whole_way_from_a_folder_of_2000_png(tmp_path):
 def test_the_whole_way_from_python(tmp_path):
     """The same images, as arrays."""
     from datalens import DataLens, TrainOptions, check_release
-    from datalens.datasets.formats import load
-    from datalens.datasets.own import Reading
+    from datalens.data.formats import load
+    from datalens.data.own.reading import Reading
     from datalens.evaluate import utility
-    from datalens.inspection import inspect
-    from datalens.plan import make_plan
+    from datalens.evaluate.inspection import inspect
+    from datalens.plans.plan import make_plan
 
     write(tmp_path / "data" / "train", 2000)
     write(tmp_path / "data" / "test", 150, seed=1)
@@ -250,8 +250,8 @@ def test_small_shares_are_warned_of(datalens, tmp_path):
 
 
 def test_100000_files_are_listed_in_seconds(tmp_path):
-    from datalens.datasets import formats
-    from datalens.datasets.own import Reading
+    from datalens.data import formats
+    from datalens.data.own.reading import Reading
 
     for label in range(10):
         (tmp_path / str(label)).mkdir()

@@ -71,9 +71,9 @@ def test_it_samples(finished, datalens, tmp_path):
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ONE_RELEASE])
 def test_killed_and_resumed(monkeypatch, datalens, tmp_path, name, call):
     """Before the first checkpoint, and before the second: what was charged stays charged, and nothing is overspent."""
-    from datalens import runs
+    from datalens.run import folder
 
-    real, calls = runs.Run._checkpoint, 0
+    real, calls = folder.Run._checkpoint, 0
 
     def deadly(*arguments):
         nonlocal calls
@@ -84,8 +84,8 @@ def test_killed_and_resumed(monkeypatch, datalens, tmp_path, name, call):
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "CHECKPOINT_SECONDS", -1.0)
-        patch.setattr(runs.Run, "_checkpoint", deadly)
+        patch.setattr(folder, "CHECKPOINT_SECONDS", -1.0)
+        patch.setattr(folder.Run, "_checkpoint", deadly)
         with pytest.raises(Killed):
             datalens("train", "--method", name, "--data", "digits", *RUNS[name], "--out", run)
     before = charges(run)
@@ -97,16 +97,16 @@ def test_killed_and_resumed(monkeypatch, datalens, tmp_path, name, call):
 
 def interrupted(monkeypatch, datalens, run, name):
     """A person asks it to stop after its first step: it releases what it has, and keeps its state."""
-    from datalens import runs
+    from datalens.run import folder as folder
 
-    log = runs.Run.log
+    log = folder.Run.log
 
     def ask(self, step, **values):
         log(self, step, **values)
         self.interrupted = True
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Run, "log", ask)
+        patch.setattr(folder.Run, "log", ask)
         done = datalens("train", "--method", name, "--data", "digits", *RUNS[name], "--out", run, "--json")
     assert done.code == 130 and done.json["steps"] == 1
     return charges(run)
@@ -115,9 +115,9 @@ def interrupted(monkeypatch, datalens, run, name):
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ONE_RELEASE])
 def test_a_state_that_is_too_large_to_be_written_often_is_not_left_out(monkeypatch, datalens, tmp_path, name):
     """They keep no journal: without a checkpoint a resumed run would begin again, with what is left to spend."""
-    from datalens import runs
+    from datalens.run import folder as folder
 
-    monkeypatch.setattr(runs, "CHECKPOINT_BYTES", 0)  # every state is past it
+    monkeypatch.setattr(folder, "CHECKPOINT_BYTES", 0)  # every state is past it
     run = tmp_path / "run"
     before = interrupted(monkeypatch, datalens, run, name)
     result = datalens("train", "--resume", "--out", run, "--json").succeeded().json
@@ -246,7 +246,7 @@ def test_options_of_other_methods_are_refused_by_name(datalens, tmp_path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_plan_reads_nothing(monkeypatch, datalens, name):
-    from datalens.datasets import formats
+    from datalens.data import formats
 
     monkeypatch.setattr(formats, "open_records", None)
     epsilon = ("--epsilon", 1 if name in PRIVATE else "inf")

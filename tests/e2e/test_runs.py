@@ -26,7 +26,7 @@ def files_under(folder):
 
 @pytest.fixture(scope="module")
 def private_images():
-    from datalens.datasets.formats import load
+    from datalens.data.formats import load
 
     return load("digits").images.reshape(-1, 64)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from datalens import sgd
 from datalens.errors import DatalensError
+from datalens.methods import sgd
+from datalens.methods.sgd_plan import SgdOptions
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
-from datalens.sgd_plan import SgdOptions
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -67,14 +67,14 @@ def test_accuracy_on_real_records_is_not_in_a_jobs_log(datalens: Any, tmp_path: 
 
 
 def test_in_a_terminal_accuracy_is_shown_and_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from datalens.commands.sgd import Sgd, accuracy_said
+    from datalens.cli.sgd import Sgd, accuracy_said
 
     line = accuracy_said({"run": "r", "accuracy": 0.5}, shown=True)[1]
     assert line == "accuracy on real test records, for the owner only (no epsilon covers it): 0.5000"
     told: list[bool] = []
     facts = {"run": "r", "accuracy": 0.5, "interrupted": False}
-    monkeypatch.setattr("datalens.sgd.train", lambda options: facts)
-    monkeypatch.setattr("datalens.commands.sgd.show", lambda said, lines, json: told.append("0.5000" in lines[1]))
+    monkeypatch.setattr("datalens.methods.sgd.train", lambda options: facts)
+    monkeypatch.setattr("datalens.cli.sgd.show", lambda said, lines, json: told.append("0.5000" in lines[1]))
     for terminal, asked in ((False, False), (True, False), (False, True)):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
         Sgd(data="digits", out=tmp_path, show_accuracy=asked)()
@@ -104,9 +104,9 @@ def test_the_certificate_stands_by_itself(trained: tuple[Path, dict[str, Any]], 
 def test_settings_that_do_not_fit_the_ledger_are_found(
     trained: tuple[Path, dict[str, Any]], change: dict[str, Any], said: str
 ) -> None:
-    from datalens.datasets.schema import Schema
+    from datalens.data.schema import Schema
+    from datalens.plans.settings import SgdSettings
     from datalens.released.checks import _sgd
-    from datalens.settings import SgdSettings
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})
@@ -117,7 +117,7 @@ def test_settings_that_do_not_fit_the_ledger_are_found(
 
 
 def test_the_released_model_is_the_one_that_was_measured(trained: tuple[Path, dict[str, Any]], datalens: Any) -> None:
-    from datalens.datasets import formats
+    from datalens.data import formats
 
     run, said = trained
     model, names = load_classifier(run / "release")
@@ -287,7 +287,7 @@ def test_bad_input_is_one_line(datalens: Any, tmp_path: Path, asked: tuple[Any, 
 def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_file
 
-    from datalens.datasets import sources
+    from datalens.data.named import sources
     from datalens.private import features
 
     torch.manual_seed(0)
@@ -318,7 +318,7 @@ def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monk
 
 
 def test_packaged_weights_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datalens.datasets import sources
+    from datalens.data.named import sources
     from datalens.private import features
 
     monkeypatch.setattr(sources, "folder", lambda name: tmp_path / name)

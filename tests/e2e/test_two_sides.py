@@ -221,8 +221,8 @@ def test_the_generator_knows_the_released_values_only(datalens, tmp_path):
 @pytest.mark.usefixtures("fixed_releases")
 def test_a_buffer_that_sees_the_teachers_is_found(monkeypatch, datalens, tmp_path):
     """The twin: what the teachers' loss is finds its way into a running mean."""
-    from datalens.crowd import Crowd
     from datalens.released.student import Student
+    from datalens.run.remote_teachers import Crowd
 
     losses, fit, step = [], Crowd.fit_step, Student.step
 

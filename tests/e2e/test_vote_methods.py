@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from datalens.config import TrainOptions
-from datalens.datasets import formats
+from datalens.data import formats
 from datalens.errors import DatalensError
-from datalens.guidance import costs
+from datalens.options import TrainOptions
 from datalens.peers.gpate import GPateSettings
 from datalens.peers.pategan import PateGanSettings
-from datalens.plan import make_plan
+from datalens.plans.guidance import costs
+from datalens.plans.plan import make_plan
 from tests.e2e.conftest import call
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -58,10 +58,10 @@ def test_a_run_that_lost_its_checkpoint_goes_on_from_the_journal(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after kill -9: what was paid for is used, and the end is the same."""
-    from datalens import runs
+    from datalens.run import folder
 
     run = tmp_path / "run"
-    monkeypatch.setattr(runs, "CHECKPOINT_BYTES", 0)  # the journal alone carries the run
+    monkeypatch.setattr(folder, "CHECKPOINT_BYTES", 0)  # the journal alone carries the run
     call("train", *SMALL, *ASKED[name], "--out", run).succeeded()
     ledger, whole = (run / "ledger.jsonl").read_text(), (run / "release" / "generator.safetensors").read_bytes()
     shutil.rmtree(run / "release")

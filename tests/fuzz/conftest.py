@@ -15,7 +15,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two steps with a generator of a few thousand weights, and one value left in its journal."""
     import torch
 
-    from datalens.cli import main
+    from datalens.cli.main import main
     from datalens.methods import datalens as method
     from datalens.privacy.journal import Journal
     from datalens.privacy.ledger import Ledger

@@ -15,19 +15,19 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load, save
 
-from datalens.datasets import formats, idx
-from datalens.datasets.images import decode
-from datalens.datasets.local import by_attributes
-from datalens.datasets.parquet import parquet_records
-from datalens.datasets.records import collect
-from datalens.datasets.schema import Schema
+from datalens.data import formats, idx
+from datalens.data.images import decode
+from datalens.data.named.layouts import by_attributes
+from datalens.data.parquet import parquet_records
+from datalens.data.records import collect
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import read_ledger
 from datalens.released import loading
 from datalens.released.release import load_generator
 from datalens.released.verification import check_release
-from datalens.runs import read_config
+from datalens.run.folder import read_config
 
 ROOM = 512 * 2**20  # bytes that a parser may take for a file of a few megabytes
 SECONDS = 30

@@ -30,14 +30,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from datalens.cli import main
-from datalens.datasets import folders, formats, idx, sources
-from datalens.datasets.images import decode
-from datalens.datasets.local import by_attributes
-from datalens.datasets.own import Reading
-from datalens.datasets.parquet import parquet_records
-from datalens.datasets.records import collect
-from datalens.datasets.schema import Schema
+from datalens.cli.main import main
+from datalens.data import formats, idx
+from datalens.data.images import decode
+from datalens.data.named import folders, sources
+from datalens.data.named.layouts import by_attributes
+from datalens.data.own.reading import Reading
+from datalens.data.parquet import parquet_records
+from datalens.data.records import collect
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger, _line, read_ledger
@@ -47,7 +48,7 @@ from datalens.released.release import load_generator
 from datalens.released.saving import save
 from datalens.released.synthetic import SyntheticDataset
 from datalens.released.verification import check_release
-from datalens.runs import Run, _damage_explained, load_part, load_tensors, read_config
+from datalens.run.folder import Run, _damage_explained, load_part, load_tensors, read_config
 
 SECONDS = 20.0
 GREY = Schema(name="own", height=8, width=8, channels=1, classes=("a", "b"), nominal_size=10)
@@ -348,8 +349,8 @@ def config(run: Path, folder: Path) -> Parse:
     where = copied(run, folder)
 
     def parse(folder: Path, content: bytes) -> object:
-        from datalens.config import TrainOptions
         from datalens.job import _as_begun
+        from datalens.options import TrainOptions
 
         (where / "config.json").write_bytes(content)
         read_config(where)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from datalens.account import account
+from datalens.api.account import account
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.calibration import calibrate_steps
 from datalens.privacy.curves import exact_epsilon, gaussian_delta

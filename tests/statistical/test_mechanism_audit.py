@@ -10,7 +10,7 @@ import functools
 
 import pytest
 
-from datalens.evaluate.audit_mechanism import laws, make_mechanism
+from datalens.evaluate.audits.mechanism import laws, make_mechanism
 from datalens.privacy import audit
 from datalens.privacy.audit import Plan
 

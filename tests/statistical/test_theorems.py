@@ -13,7 +13,6 @@ import torch
 from scipy.special import erf
 from scipy.stats import binomtest, norm
 
-from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.privacy.bounds import (
     data_dependent_rdp,
@@ -27,6 +26,7 @@ from datalens.privacy.bounds import (
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
+from datalens.public.basis import make_basis
 from datalens.released.decode import Decode
 
 ALARM = 1e-6

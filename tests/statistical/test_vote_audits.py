@@ -26,9 +26,8 @@ from datalens.bounded.contributions import (
 from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
-from datalens.codes import Rotation, Sketch
-from datalens.datasets.schema import Schema
-from datalens.evaluate.audit_mechanism import make_mechanism
+from datalens.data.schema import Schema
+from datalens.evaluate.audits.mechanism import make_mechanism
 from datalens.privacy import audit
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.calibration import calibrate_sigma
@@ -37,6 +36,7 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import ConfidentGNMax, LaplaceVote
 from datalens.privacy.noise import LaplaceNoise, SecureNoise
 from datalens.privacy.released import Released
+from datalens.public.transforms import Rotation, Sketch
 from datalens.released.labelled import CriticStudent
 from datalens.released.student import Fakes
 
@@ -230,7 +230,7 @@ class TrainedOnRecords(CriticStudent):
 @pytest.mark.parametrize("kind", [CriticStudent, TrainedOnRecords])
 def test_a_critic_that_sees_records_is_caught(kind: type[CriticStudent]) -> None:
     """Same releases, another record: what the student becomes must not tell. Where it does, ε is infinite."""
-    from datalens.critics import Critic
+    from datalens.public.critic import Critic
 
     def after(record: float) -> torch.Tensor:
         student = kind(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.account import account
+from datalens.api.account import account
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy import tables
 from datalens.privacy.accountant import Accountant, AccountantName

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from datalens.datasets import formats
-from datalens.datasets.records import Dataset
+from datalens.data import formats
+from datalens.data.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import attacks
 from datalens.privacy.audit import Errors

@@ -12,14 +12,14 @@ import math
 import numpy as np
 import pytest
 
-from datalens import cli
+from datalens.cli import main
 from datalens.errors import DatalensError
-from datalens.evaluate import audit_moments
-from datalens.evaluate.audit_mechanism import laws
-from datalens.evaluate.audit_moments import CONTROLS, HONEST, Attack, Question, Subject
+from datalens.evaluate.audits import moments
+from datalens.evaluate.audits.mechanism import laws
+from datalens.evaluate.audits.moments import CONTROLS, HONEST, Attack, Question, Subject
+from datalens.plans.settings import RELEASES
 from datalens.privacy import audit
 from datalens.privacy.ledger import Ledger
-from datalens.settings import RELEASES
 
 QUESTION = Question(epsilon=1.0, delta=1e-5)
 SETTINGS = QUESTION.settings("gaussian")
@@ -29,8 +29,7 @@ ALL, *SINGLE = HONEST
 def rows(name: str, copies: int = 1) -> np.ndarray:
     """What the record adds, [copies, cells]."""
     both = (
-        audit_moments.exactly(audit_moments.total_of(name, SETTINGS, present=present, copies=copies))
-        for present in (False, True)
+        moments.exactly(moments.total_of(name, SETTINGS, present=present, copies=copies)) for present in (False, True)
     )
     without, with_it = (total.reshape(copies, -1).astype(np.float64) for total in both)
     return with_it - without
@@ -41,7 +40,7 @@ def rows(name: str, copies: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_the_records_row_is_as_long_as_the_bound_allows(name: str) -> None:
-    total = audit_moments.total_of(name, SETTINGS, present=True)
+    total = moments.total_of(name, SETTINGS, present=True)
     assert total.row_unit == "record"
     assert total.l2_bound == SETTINGS.l2_bound(name)
     assert 0.999 * total.l2_bound < np.linalg.norm(rows(name)) <= total.l2_bound
@@ -49,14 +48,14 @@ def test_the_records_row_is_as_long_as_the_bound_allows(name: str) -> None:
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_copies_are_the_same_release_again_and_again(name: str) -> None:
-    one, many = (audit_moments.total_of(name, SETTINGS, present=True, copies=copies) for copies in (1, 5))
-    assert (audit_moments.exactly(many).reshape(5, -1) == audit_moments.exactly(one).reshape(1, -1)).all()
+    one, many = (moments.total_of(name, SETTINGS, present=True, copies=copies) for copies in (1, 5))
+    assert (moments.exactly(many).reshape(5, -1) == moments.exactly(one).reshape(1, -1)).all()
     assert (many.l2_bound, many.diameter, many.row_unit) == (one.l2_bound, one.diameter, one.row_unit)
     assert (rows(name, 5) == rows(name)).all()
 
 
 def test_nobody_else_is_in_the_records_class() -> None:
-    without = audit_moments.exactly(audit_moments.total_of("sums", SETTINGS, present=False))
+    without = moments.exactly(moments.total_of("sums", SETTINGS, present=False))
     assert without[0].any() and not without[1].any()
 
 
@@ -80,9 +79,9 @@ def test_every_subject_claims_all_of_the_budget_and_no_more(subject: Subject) ->
 # --- twins ----------------------------------------------------------------------------------------
 
 
-def ask(name: str, sigma: float = 1e4) -> audit_moments.Ask:
-    return audit_moments.Ask(
-        total=audit_moments.total_of(name, SETTINGS, present=False),
+def ask(name: str, sigma: float = 1e4) -> moments.Ask:
+    return moments.Ask(
+        total=moments.total_of(name, SETTINGS, present=False),
         sigma=sigma,
         law="gaussian",
         grid=SETTINGS.grid,
@@ -93,12 +92,12 @@ def ask(name: str, sigma: float = 1e4) -> audit_moments.Ask:
 
 def test_the_twins_by_hand() -> None:
     asked = ask("sums")
-    exact = audit_moments.exactly(asked.total)
-    honest = audit_moments.as_it_is(asked)
+    exact = moments.exactly(asked.total)
+    honest = moments.as_it_is(asked)
     assert (honest != exact).all()
-    hidden = audit_moments.no_noise_on_absent_classes(asked)
+    hidden = moments.no_noise_on_absent_classes(asked)
     assert (hidden[0] != exact[0]).all() and not hidden[1].any()
-    counted = audit_moments.true_counts(asked)
+    counted = moments.true_counts(asked)
     assert (counted[:, -1] == [2 * SETTINGS.counted, 0]).all()
     assert (counted[:, :-1] != exact[:, :-1]).all()
     assert [event.mu for event in asked.ledger.events] == [SETTINGS.grid / 1e4] * 3  # type: ignore[union-attr]
@@ -107,9 +106,9 @@ def test_the_twins_by_hand() -> None:
 def test_the_square_is_charged_as_if_it_were_the_norm() -> None:
     sigma = 2.0**30
     asked, honest = ask("covariances", sigma), ask("covariances", sigma)
-    audit_moments.as_it_is(honest)
-    drawn = [audit_moments.norm_for_its_square(asked) - audit_moments.exactly(asked.total) for _ in range(100)]
-    assert np.std(drawn) == pytest.approx(sigma / audit_moments.CLIP, rel=0.15)
+    moments.as_it_is(honest)
+    drawn = [moments.norm_for_its_square(asked) - moments.exactly(asked.total) for _ in range(100)]
+    assert np.std(drawn) == pytest.approx(sigma / moments.CLIP, rel=0.15)
     assert {event.mu for event in asked.ledger.events} == {honest.ledger.events[0].mu}  # type: ignore[union-attr]
 
 
@@ -171,7 +170,7 @@ COMMAND = ["audit", "moments", "--noise", "gaussian", "--trials", "1000", "--eps
 
 def call(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*COMMAND, *more])
+        main.main([*COMMAND, *more])
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().out
 
@@ -185,7 +184,7 @@ def test_one_json_object_in_the_shape_of_the_other_audits(capsys: pytest.Capture
     assert found["controls"] == dict.fromkeys((control.name for control in CONTROLS), True)
     assert (found["delta"], found["relation"], found["accountant"]) == (1e-5, "add-remove", "exact")
     assert (found["trials"], found["ok"], found["level"]) == (2000, True, audit.VERDICT_LEVEL)
-    assert found["statistic"] == audit_moments.STATISTIC
+    assert found["statistic"] == moments.STATISTIC
     assert found["lower_bound"] > 2
     assert found["verdict_bound"] < found["claimed"] <= 4
     assert [one["subject"] for one in found["findings"]] == [subject.name for subject in HONEST]
@@ -202,9 +201,9 @@ def test_every_printed_epsilon_says_which(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_noise_that_is_too_small_is_exit_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    make = audit_moments.make_mechanism
+    make = moments.make_mechanism
     monkeypatch.setattr(
-        audit_moments,
+        moments,
         "make_mechanism",
         lambda law, sigma: audit.Weakened(charged=make(law, sigma), released=make(law, sigma / 3)),
     )
@@ -214,8 +213,8 @@ def test_noise_that_is_too_small_is_exit_1(capsys: pytest.CaptureFixture[str], m
 
 
 def test_a_missed_control_is_exit_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    harmless = dataclasses.replace(CONTROLS[0], release=audit_moments.as_it_is)
-    monkeypatch.setattr(audit_moments, "CONTROLS", (harmless, *CONTROLS[1:]))
+    harmless = dataclasses.replace(CONTROLS[0], release=moments.as_it_is)
+    monkeypatch.setattr(moments, "CONTROLS", (harmless, *CONTROLS[1:]))
     code, out = call(capsys, "--json")
     assert code == 1
     found = json.loads(out)

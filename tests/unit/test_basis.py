@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.fft import dctn
 
-from datalens.basis import make_basis
+from datalens.public.basis import make_basis
 
 SHAPES = [(1, 8, 8), (1, 5, 9), (3, 6, 4), (2, 1, 7)]
 

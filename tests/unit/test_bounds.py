@@ -268,9 +268,24 @@ def test_one_inapplicable_query_leaves_no_data_dependent_bound() -> None:
 # --- it stays where it is -------------------------------------------------------------------------------------------
 
 # Whoever decides, charges, certifies or learns. `cli` calls `reproduce`, by name only.
-APART = ("released/", "methods/", "private/", "bounded/", "privacy/", "datasets/", "distributed.py", "crowd.py")
-APART += ("job.py", "training.py", "runs.py", "plan.py", "guidance.py", "presets.py", "config.py", "settings.py")
-APART += ("account.py",)
+APART = (
+    "released/",
+    "methods/",
+    "private/",
+    "bounded/",
+    "privacy/",
+    "data/",
+    "run/ranks.py",
+    "run/remote_teachers.py",
+)
+APART += (
+    "job.py",
+    "driver.py",
+    "run/folder.py",
+    "plans/",
+    "options.py",
+)
+APART += ("api/account.py",)
 
 
 def modules() -> dict[str, str]:
@@ -318,7 +333,7 @@ def test_no_run_and_no_release_can_reach_the_analysis() -> None:
     for planted in ("released.certificate", "privacy.ledger", "training"):
         broken = {**texts, f"datalens.{planted}": "def f():\n    from datalens.privacy import bounds\n"}
         assert f"datalens.{planted}" in reaches_bounds(broken) and apart(f"datalens.{planted}")
-    indirect = {**texts, "datalens.plan": "from datalens.reproduce.figure2 import summary\n"}
+    indirect = {**texts, "datalens.plans.plan": "from datalens.reproduce.figure2 import summary\n"}
     assert [name for name in reaches_bounds(indirect) if apart(name)]
 
 

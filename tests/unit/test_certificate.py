@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from datalens.bounded.contributions import Contributions, sum_bounded
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError, TamperedError, UnpriceableEvent
+from datalens.options import TrainOptions
 from datalens.pages import REPORT, sealed
-from datalens.plan import make_plan
+from datalens.plans.plan import make_plan
+from datalens.plans.settings import Settings
 from datalens.privacy.accountant import ACCOUNTANTS, SAMPLED_ONLY, Accountant
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.mechanisms import make_mechanism
@@ -45,7 +46,6 @@ from datalens.released.certificate import (
 from datalens.released.generator import Architecture, Generator
 from datalens.released.release import write_release
 from datalens.released.verification import Verification, check_release
-from datalens.settings import Settings
 
 SCHEMA = Schema(name="tiny", height=4, width=4, channels=1, classes=("a", "b"), nominal_size=100)
 TINY = Architecture(shape=(1, 4, 4), classes=2, latent=2, latent_law="normal", dense=0, widths=(2,))

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datalens.datasets import cifar, idx, sources
-from datalens.datasets.cifar import CifarArchive, CifarGrids
-from datalens.datasets.fetch import File, SourceFailedError
+from datalens.data import idx
+from datalens.data.named import cifar, sources
+from datalens.data.named.cifar import CifarArchive, CifarGrids
+from datalens.data.named.fetch import File, SourceFailedError
 from datalens.errors import DatalensError
 
 BATCH = 4
@@ -141,7 +142,7 @@ def without(members: Members, name: str) -> Members:
 )
 def test_damaged_deliveries_fail_as_a_source(kind: str, members: Any, error: Any, serve: Any, tmp_path: Path) -> None:
     """All of these are FAILURES: the next source is asked."""
-    from datalens.datasets.fetch import FAILURES
+    from datalens.data.named.fetch import FAILURES
 
     assert issubclass(error, FAILURES)
     with pytest.raises(error):

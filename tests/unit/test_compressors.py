@@ -16,18 +16,18 @@ from datalens.bounded.contributions import Contributions, Gradients, sum_bounded
 from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
-from datalens.codes import Rotation, Sketch, hadamard
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.methods.datalens import make_compress, make_decode
-from datalens.plan import check_settings, topagg_plan
+from datalens.options import TrainOptions
+from datalens.plans.plan import check_settings, topagg_plan
+from datalens.plans.settings import Settings
 from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
-from datalens.settings import Settings
+from datalens.public.transforms import Rotation, Sketch, hadamard
 
 SCHEMA = Schema(name="toy", height=4, width=5, channels=1, classes=("a", "b"), nominal_size=1000)
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from datalens.critics import Critic, initialise_critic
-from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
+from datalens.data.records import Dataset
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.private.critics import Critics, convolves_alike
 from datalens.private.partition import Balanced
 from datalens.private.shares import Shares
+from datalens.public.critic import Critic, initialise_critic
 
 SCHEMA = Schema(name="own", height=8, width=8, channels=1, classes=("a", "b"), nominal_size=40)
 LUCK = np.random.default_rng(0)

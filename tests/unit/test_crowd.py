@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from datalens import crowd
-from datalens.crowd import Crowd, Shown
-from datalens.distributed import World
+from datalens.run import remote_teachers
+from datalens.run.ranks import World
+from datalens.run.remote_teachers import Crowd, Shown
 
 TEACHERS, SHAPE = 5, (4, 1, 8, 8)
 WAIT = 20.0  # seconds: ranks that wait for each other in vain fail
@@ -88,8 +88,8 @@ class Noting:
 
 def two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Noting]]:
     """What rank 0 got, and what both did. Rank 0 is the thread: only the main one may set signals."""
-    monkeypatch.setattr(crowd, "sum_bounded", lambda rows: next(iter(rows)))
-    monkeypatch.setattr(crowd, "sum_over_ranks", lambda mine, world, units: world.add(mine))
+    monkeypatch.setattr(remote_teachers, "sum_bounded", lambda rows: next(iter(rows)))
+    monkeypatch.setattr(remote_teachers, "sum_over_ranks", lambda mine, world, units: world.add(mine))
     line, teachers = Line(), [Noting(0), Noting(1)]
     crowds = [
         Crowd(mine, lambda rows: rows, world=Side(line, mine.rank), count=TEACHERS, shape=SHAPE, folder=folder)  # type: ignore[arg-type, return-value]
@@ -146,7 +146,9 @@ def test_a_word_that_is_not_said_or_heard_wrongly_shows(
     say, hear = Crowd._say, Crowd._hear
     if broken == "silent":
         monkeypatch.setattr(
-            Crowd, "_say", lambda self, order, *more: None if order == crowd.Order.RESTORE else say(self, order, *more)
+            Crowd,
+            "_say",
+            lambda self, order, *more: None if order == remote_teachers.Order.RESTORE else say(self, order, *more),
         )
     else:
         monkeypatch.setattr(

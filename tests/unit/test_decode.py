@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
 from datalens.privacy.released import Released
+from datalens.public.basis import make_basis
 from datalens.released.decode import Decode, DecodeName, agreement
 
 INFINITE = Budget(epsilon=float("inf"), delta=1e-5, relation="add-remove", accountant="exact")

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["datalens.estimator", "datalens.voting"])
+@pytest.mark.parametrize("name", ["datalens.api.estimator", "datalens.api.topagg"])
 def test_examples(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted > 4 and found.failed == 0

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
-from datalens.fourier import Fourier, bandwidth
+from datalens.data.records import Dataset
+from datalens.data.schema import Schema
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
 from datalens.private.embedding import embed
 from datalens.private.pool import Pool
+from datalens.public.fourier import Fourier, bandwidth
 from datalens.released.embedding import fit, read_embedding
 from datalens.released.generator import Architecture, Generator
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 import datalens
 from datalens.bounded.norm_topk import NormTopK
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.dpsgd import Plan, PrivateOptimizer, make_private, plan_steps
+from datalens.gradients.optimizer import Plan, PrivateOptimizer, make_private, plan_steps
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, Ledger, read_ledger

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.utils.data import DataLoader, TensorDataset
 
 from datalens.errors import DatalensError
-from datalens.methods.dpsgd import PrivateOptimizer, make_private
+from datalens.gradients.optimizer import PrivateOptimizer, make_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:SyncBatchNorm")
 

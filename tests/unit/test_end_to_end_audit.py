@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from datalens.datasets.records import record_keys
+from datalens.data.records import record_keys
 from datalens.errors import DatalensError
-from datalens.evaluate import audit
-from datalens.evaluate.audit import Question
-from datalens.evaluate.audit_run import Observed, share_names, watch
+from datalens.evaluate.audits import end_to_end
+from datalens.evaluate.audits.end_to_end import Question
+from datalens.evaluate.audits.watched_run import Observed, share_names, watch
 from datalens.methods import datalens as method
 from datalens.privacy.audit import Weakened
 from datalens.privacy.mechanisms import GaussianSum
@@ -34,7 +34,7 @@ def seeded(sigma: float) -> GaussianSum:
     return GaussianSum(sigma=sigma, noise=SeededNoise(1))
 
 
-def noiseless(worlds: audit.TwoWorlds) -> Weakened:
+def noiseless(worlds: end_to_end.TwoWorlds) -> Weakened:
     """The full price, no noise: what is released is the sum itself."""
     return Weakened(charged=worlds.mechanism, released=seeded(0.0))
 
@@ -48,7 +48,7 @@ def moved(seen: list[Observed]) -> list[set[int]]:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_the_replay_is_exact_and_the_case_nearly_the_worst(relation, copies):
     question = Question(epsilon=4.0, delta=1e-5, relation=relation)
-    worlds = audit.two_worlds(question, copies=copies)
+    worlds = end_to_end.two_worlds(question, copies=copies)
     s = worlds.setup.settings
     for present, actual in enumerate((worlds.without, worlds.with_it)):
         seen, claimed = watch(worlds.setup, actual, (worlds.without, worlds.with_it), noiseless(worlds))
@@ -64,8 +64,8 @@ def test_the_replay_is_exact_and_the_case_nearly_the_worst(relation, copies):
 
 
 def test_the_worst_seed_lets_the_canary_be_drawn_always():
-    seed, (number,) = audit.worst_seed(copies=1, steps=2)
-    worlds = audit.two_worlds(Question(epsilon=4.0, delta=1e-5))
+    seed, (number,) = end_to_end.worst_seed(copies=1, steps=2)
+    worlds = end_to_end.two_worlds(Question(epsilon=4.0, delta=1e-5))
     assert worlds.setup.settings.seed == seed
     features, _ = worlds.with_it.batch(torch.tensor([number]), size=2, seed=seed, step=0, draw=0)
     alone, _ = worlds.without.batch(torch.tensor([number]), size=2, seed=seed, step=0, draw=0)
@@ -90,14 +90,14 @@ def observed(released, without, with_it):
 
 def test_statistics_by_hand():
     near_with = [observed([1.0, 0.0], [-1, 0], [1, 0])]
-    assert audit.log_likelihood(near_with) == 2.0
-    assert audit.exact_match(near_with) == 2.0
+    assert end_to_end.log_likelihood(near_with) == 2.0
+    assert end_to_end.exact_match(near_with) == 2.0
     half_way = [observed([0.0, 7.0], [-1, 0], [1, 0])]
-    assert audit.log_likelihood(half_way) == 0.0
-    assert audit.exact_match(half_way) == 0.0
+    assert end_to_end.log_likelihood(half_way) == 0.0
+    assert end_to_end.exact_match(half_way) == 0.0
     # One image of many without noise decides the match, whatever the others look like.
     leak = [observed([-90.0, 3.0], [-1, 0], [1, 0]), observed([1.0, 0.0], [-1, 0], [1, 0])]
-    assert audit.log_likelihood(leak) < 0 < audit.exact_match(leak)
+    assert end_to_end.log_likelihood(leak) < 0 < end_to_end.exact_match(leak)
 
 
 def test_coins_are_read_off_a_sum_in_spite_of_each_other():
@@ -105,7 +105,7 @@ def test_coins_are_read_off_a_sum_in_spite_of_each_other():
     rows = random.choice([-1, 1], (2, 60, 4, 64))
     coins = random.random(60) < 0.5
     total = np.where(coins[:, None, None], rows[1], rows[0]).sum(axis=0)
-    scores = audit.coin_scores([Observed(released=total + random.normal(size=total.shape), rows=rows)], 1.0)
+    scores = end_to_end.coin_scores([Observed(released=total + random.normal(size=total.shape), rows=rows)], 1.0)
     assert ((scores > 0) == coins).all()
     assert np.abs(scores).max() < 0.7
 
@@ -113,19 +113,19 @@ def test_coins_are_read_off_a_sum_in_spite_of_each_other():
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_one_run_bounds_honest_noise_and_catches_none(relation):
     question = Question(epsilon=2.0, delta=1e-5, relation=relation, canaries=150)
-    honest = audit.audit_one_run(question, "honest")
+    honest = end_to_end.audit_one_run(question, "honest")
     assert not honest.broken
     assert honest.trials == 150
     assert honest.claimed == pytest.approx(2.0, abs=1e-3)
-    broken = audit.audit_one_run(question, "broken", weaken=audit.WEAKER)
+    broken = end_to_end.audit_one_run(question, "broken", weaken=end_to_end.WEAKER)
     assert broken.broken
     assert broken.claimed == pytest.approx(2.0, abs=1e-3)
 
 
 def test_a_peek_is_seen_at_once():
-    worlds = audit.two_worlds(Question(epsilon=1.0, delta=1e-5, relation="replace-one", steps=1), peek=True)
+    worlds = end_to_end.two_worlds(Question(epsilon=1.0, delta=1e-5, relation="replace-one", steps=1), peek=True)
     ticks = []
-    found = audit.audit_two_worlds(worlds, "peek", runs=25, tick=ticks.append)
+    found = end_to_end.audit_two_worlds(worlds, "peek", runs=25, tick=ticks.append)
     assert len(ticks) == 50
     assert found.broken
     assert found.claimed == pytest.approx(1.0, abs=1e-3)

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plan import make_plan
+from datalens.options import TrainOptions
+from datalens.plans.plan import make_plan
+from datalens.plans.settings import AnySettings, Settings
 from datalens.privacy import exact
 from datalens.privacy import noise as noise_module
 from datalens.privacy.events import DiscreteGaussianEvent, NoiseOrigin
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum, make_mechanism
 from datalens.privacy.noise import DrawnAhead, ExactNoise, SecureNoise, SeededNoise, open_noise
-from datalens.settings import AnySettings, Settings
 
 BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")
 PATIENCE = 20.0
@@ -149,19 +149,20 @@ def test_exact_noise_is_the_default_wherever_it_can_be() -> None:
 
 
 def test_without_opendp_the_noise_is_the_rounded_one_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datalens import plan, training
+    from datalens import driver
+    from datalens.plans import plan
 
     monkeypatch.setattr(noise_module, "opendp_installed", lambda: False)
     monkeypatch.setattr(plan, "opendp_installed", lambda: False)
     for made in (planned(), planned(warm_start="off")):
         assert made.noise == "gaussian"
-        assert "OpenDP" in training._law(made)
+        assert "OpenDP" in driver._law(made)
     with pytest.raises(DatalensError, match="pip install opendp"):
         planned(noise="discrete-gaussian")
     monkeypatch.undo()
-    assert "OpenDP" not in training._law(planned(noise="gaussian"))
-    assert "exact" in training._law(planned())
-    assert "floating-point" in training._law(planned(compress="topk"))
+    assert "OpenDP" not in driver._law(planned(noise="gaussian"))
+    assert "exact" in driver._law(planned())
+    assert "floating-point" in driver._law(planned(compress="topk"))
 
 
 def test_what_discrete_noise_does_not_fit_is_refused() -> None:
@@ -173,7 +174,7 @@ def test_what_discrete_noise_does_not_fit_is_refused() -> None:
 
 def test_importing_datalens_does_not_import_opendp() -> None:
     """A machine without it must train; one with it must not wait for it."""
-    code = "import sys, datalens.training, datalens.methods.datalens, datalens.released.certificate\n"
+    code = "import sys, datalens.driver, datalens.methods.datalens, datalens.released.certificate\n"
     code += "assert not [name for name in sys.modules if name.startswith(('opendp', 'dp_accounting'))]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -13,9 +13,9 @@ import pytest
 import scipy.linalg
 import torch
 
-from datalens import cli
-from datalens.datasets import sources, weights
-from datalens.datasets.fetch import File, SourceFailedError
+from datalens.cli import main
+from datalens.data.named import sources, weights
+from datalens.data.named.fetch import File, SourceFailedError
 from datalens.errors import DatalensError
 from datalens.evaluate import cache, inception_v3
 from datalens.evaluate.features import Features, inception, pixels, prepared
@@ -146,7 +146,7 @@ def test_the_command_brings_the_weights(tiny: bytes, capsys: pytest.CaptureFixtu
         ("list", "for FID\n"),
     ):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["data", command, *(["inception"] if command == "get" else [])])
+            main.main(["data", command, *(["inception"] if command == "get" else [])])
         assert not ended.value.code
         assert words in capsys.readouterr().out
     assert weights.cached("inception")

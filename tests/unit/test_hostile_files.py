@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datalens import DataLens, spending
-from datalens.config import TrainOptions, options_as_dict
-from datalens.datasets import formats, regular
-from datalens.datasets.arrays import from_arrays
-from datalens.datasets.own import Reading
-from datalens.datasets.records import collect
+from datalens import DataLens
+from datalens.data import formats, regular
+from datalens.data.own.python import from_arrays
+from datalens.data.own.reading import Reading
+from datalens.data.records import collect
+from datalens.driver import train
 from datalens.errors import DatalensError
-from datalens.plan import make_plan
+from datalens.methods.sgd import train as train_sgd
+from datalens.methods.sgd_plan import SgdOptions
+from datalens.options import TrainOptions, options_as_dict
+from datalens.plans.plan import make_plan
 from datalens.privacy.budget import Cap, DataBudget
 from datalens.privacy.ledger import Budget, check_epsilon
-from datalens.sgd import train as train_sgd
-from datalens.sgd_plan import SgdOptions
-from datalens.training import train
+from datalens.run import reservation
 
 DIGITS = {"data": "digits", "texture": 0, "coordinates": 8, "epsilon": 5.0, "device": "cpu"}
 
@@ -112,7 +113,7 @@ def test_what_could_not_be_read_again_is_not_begun(
     def refuse(fields: dict[str, Any]) -> None:
         raise ValueError("height cannot be '-1'")
 
-    monkeypatch.setattr(spending.Schema, "from_dict", refuse)
+    monkeypatch.setattr(reservation.Schema, "from_dict", refuse)
     with pytest.raises(DatalensError, match="could not be opened again"):
         train(TrainOptions(out=tmp_path / "run", budget=data_budget, **DIGITS))
     assert reserved(data_budget) == 0 and not (tmp_path / "run").exists()
@@ -123,13 +124,13 @@ def test_who_loses_the_race_for_out_reserves_nothing(
 ) -> None:
     """Both have looked at the place and found it free; then both begin."""
     both = threading.Barrier(2, timeout=60)
-    begin = spending._alone_beginning
+    begin = reservation._alone_beginning
 
     def together(out: Path) -> Any:
         both.wait()
         return begin(out)
 
-    monkeypatch.setattr(spending, "_alone_beginning", together)
+    monkeypatch.setattr(reservation, "_alone_beginning", together)
     budget, settings = make_plan(TrainOptions(out=tmp_path / "run", **DIGITS), formats.schema("digits"))
     asked = TrainOptions(out=tmp_path / "run", budget=data_budget, **DIGITS)
     ended: list[str] = []
@@ -138,7 +139,7 @@ def test_who_loses_the_race_for_out_reserves_nothing(
         facts: dict[str, Any] = {"options": options_as_dict(asked), "data_sha256": "0" * 64}
         try:
             schema = formats.schema("digits")
-            spending.begin(asked, asked.out, settings=settings, schema=schema, budget=budget, **facts).close()
+            reservation.begin(asked, asked.out, settings=settings, schema=schema, budget=budget, **facts).close()
             ended.append("begun")
         except DatalensError as error:
             ended.append(str(error))
@@ -245,7 +246,7 @@ def test_a_name_that_is_not_utf8_is_found_before_anything_is_charged(
 def test_an_edited_schema_with_such_a_name_is_damaged() -> None:
     fields = formats.schema("digits").as_dict()
     with pytest.raises(ValueError, match="not UTF-8"):
-        spending.Schema.from_dict({**fields, "classes": ["a", "\ud800"]})
+        reservation.Schema.from_dict({**fields, "classes": ["a", "\ud800"]})
 
 
 def test_any_utf8_name_will_do(tmp_path: Path, data_budget: Path) -> None:
@@ -270,16 +271,16 @@ def test_a_run_that_could_not_be_opened_again_reserves_nothing(
     asked = TrainOptions(out=tmp_path / "run", budget=data_budget, **DIGITS)
     facts: dict[str, Any] = {"options": options_as_dict(asked), "data_sha256": "0" * 64}
     before = {path.name: path.read_bytes() for path in data_budget.iterdir()}
-    monkeypatch.setattr(f"datalens.spending.{unreadable}", refuse)
+    monkeypatch.setattr(f"datalens.run.reservation.{unreadable}", refuse)
     with pytest.raises(DatalensError, match="could not be opened again"):
-        spending.begin(asked, asked.out, settings=settings, schema=formats.schema("digits"), budget=budget, **facts)
+        reservation.begin(asked, asked.out, settings=settings, schema=formats.schema("digits"), budget=budget, **facts)
     assert {path.name: path.read_bytes() for path in data_budget.iterdir()} == before
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_does_not_go_on_with_a_set_of_another_kind() -> None:
     """Same place, other size or classes: what was planned by public facts would not hold."""
-    from datalens.training import _records
+    from datalens.driver import _records
 
     digits = formats.open_records("digits")
     job = SimpleNamespace(records=digits, schema=digits.schema, options={"data": "digits"})

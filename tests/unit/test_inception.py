@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.stats import entropy
 
-from datalens.datasets import sources
-from datalens.datasets.records import Dataset
+from datalens.data.named import sources
+from datalens.data.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import cache, judge
 from datalens.evaluate.inception import inception_score, score_of

@@ -12,11 +12,11 @@ from torch.optim.adam import adam
 
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds, and on Linux with the extra `dev`")
 
-from datalens import streams
 from datalens.bounded import kernels as votes
 from datalens.bounded.contributions import Gradients, enforce, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
 from datalens.private import kernels, layers
+from datalens.public import streams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 1e-6

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import Ballots, count_ballots
-from datalens.critics import Critic
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import LaplaceVote
 from datalens.privacy.noise import LaplaceNoise
 from datalens.privacy.released import Released
+from datalens.public.critic import Critic
 from datalens.released.generator import draw_latent
 from datalens.released.labelled import CriticStudent, _sameness
 

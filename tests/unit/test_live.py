@@ -10,11 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from datalens import board, live, progress
+from datalens import progress
 from datalens.errors import DatalensError
 from datalens.privacy.events import GaussianEvent, unprotected
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.released.generator import Architecture, Generator
+from datalens.run import board, live
 
 EVENT = GaussianEvent(
     row_unit="teacher",

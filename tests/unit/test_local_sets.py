@@ -12,10 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from datalens.datasets import folders, formats, images, sources
-from datalens.datasets.local import by_attributes
-from datalens.datasets.records import Records, collect
-from datalens.datasets.schema import Schema
+from datalens.data import formats, images
+from datalens.data.named import folders, sources
+from datalens.data.named.layouts import by_attributes
+from datalens.data.records import Records, collect
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.private.partition import Hashed
 from datalens.private.shares import Shares

@@ -15,10 +15,10 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from datalens import mixing
 from datalens.bounded.norm_topk import NormTopK
 from datalens.errors import DatalensError
-from datalens.methods.dpsgd import PrivateOptimizer, make_private
+from datalens.gradients import mixing
+from datalens.gradients.optimizer import PrivateOptimizer, make_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

@@ -11,12 +11,10 @@ from torch.func import functional_call, grad, vmap
 
 from datalens.bounded import norm_topk
 from datalens.bounded.norm_topk import NormTopK
-from datalens.config import TrainOptions
-from datalens.critics import Critic, example_gradients, initialise_critic
-from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
+from datalens.data.records import Dataset
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.learner import Learner
+from datalens.options import TrainOptions
 from datalens.peers import noisy_critic
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
@@ -24,6 +22,8 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private import critic_rows
 from datalens.private.critic_rows import sum_gradients
 from datalens.private.pool import Pool
+from datalens.public.critic import Critic, example_gradients, initialise_critic
+from datalens.public.learner import Learner
 from datalens.released.critic import fake_gradient, fakes, learn
 from datalens.released.generator import Architecture, Generator
 

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from datalens.datasets import formats, idx
-from datalens.datasets.own import Reading
-from datalens.datasets.pixels import to_pixels
-from datalens.datasets.records import collect
-from datalens.datasets.schema import IMAGE, PERSON, Schema
+from datalens.data import formats, idx
+from datalens.data.own.reading import Reading
+from datalens.data.pixels import to_pixels
+from datalens.data.records import collect
+from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
 
 RNG = np.random.default_rng(0)

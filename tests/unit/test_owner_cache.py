@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from datalens import owner_cache
+from datalens.data import owner_cache
 from datalens.errors import DatalensError
 from datalens.evaluate import cache
 from datalens.private import features

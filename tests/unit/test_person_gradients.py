@@ -6,12 +6,12 @@ import torch
 
 from datalens.bounded.norm_topk import NormTopK
 from datalens.bounded.persons import sum_persons
-from datalens.datasets.records import Dataset, collect
-from datalens.datasets.schema import PERSON, Schema
+from datalens.data.records import Dataset, collect
+from datalens.data.schema import PERSON, Schema
+from datalens.methods.sgd import MOST_AT_ONCE, _parts, by_person
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise
-from datalens.sgd import MOST_AT_ONCE, _parts, by_person
 
 PLAIN, SPARSE = NormTopK(clip=1.0), NormTopK(clip=1.0, topk=0.5)
 WHOSE = torch.tensor([0] * 50 + [1] + [2] * 3)

@@ -12,12 +12,12 @@ from PIL import Image
 
 from datalens import progress
 from datalens.bounded.outer import Outer, sum_outer
-from datalens.datasets import formats
-from datalens.datasets.own import Reading
-from datalens.datasets.records import collect, person_key, record_keys
+from datalens.data import formats
+from datalens.data.own.reading import Reading
+from datalens.data.records import collect, person_key, record_keys
 from datalens.errors import DatalensError
-from datalens.inspection import inspect
-from datalens.sgd import by_person
+from datalens.evaluate.inspection import inspect
+from datalens.methods.sgd import by_person
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from datalens.basis import make_basis
 from datalens.bounded.outer import Outer, outer_diameter, sum_outer
-from datalens.config import TrainOptions
-from datalens.datasets.records import Dataset
-from datalens.datasets.schema import PERSON, Schema
+from datalens.data.records import Dataset
+from datalens.data.schema import PERSON, Schema
 from datalens.errors import DatalensError
-from datalens.plan import make_plan
+from datalens.options import TrainOptions
+from datalens.plans.plan import make_plan
+from datalens.plans.settings import MomentSettings
 from datalens.privacy.events import GaussianEvent, unprotected
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
@@ -20,10 +20,10 @@ from datalens.privacy.noise import SecureNoise
 from datalens.private import moments
 from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released.certificate import _mechanism_of
 from datalens.released.checks import _wrong_unit
-from datalens.settings import MomentSettings
-from datalens.texture import Texture
 
 SIDE, SIZE, GRID, COUNTED = 8, 6, 2**14, 2**13
 SCHEMA = Schema(

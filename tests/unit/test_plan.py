@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.basis import make_basis
-from datalens.config import TrainOptions
-from datalens.datasets import sources
-from datalens.datasets.schema import Schema
+from datalens.data.named import sources
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.guidance import costs, warnings
-from datalens.plan import RELEASE_SHARES, check_moments, make_plan, topagg_plan
-from datalens.presets import preset
+from datalens.options import TrainOptions
+from datalens.plans.guidance import costs, warnings
+from datalens.plans.plan import RELEASE_SHARES, check_moments, make_plan, topagg_plan
+from datalens.plans.presets import preset
+from datalens.plans.settings import MomentSettings, Settings, parse_settings
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.private.networks import compact_network
-from datalens.settings import MomentSettings, Settings, parse_settings
+from datalens.public.basis import make_basis
 
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
 OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nominal_size=900)
@@ -449,7 +449,7 @@ def test_warnings_of_shares_and_classes_that_are_too_small(options: dict, size: 
 
 
 def test_what_to_expect_gets_better_with_epsilon() -> None:
-    from datalens.guidance import NOTHING_ELSE, SEEN, expect
+    from datalens.plans.guidance import NOTHING_ELSE, SEEN, expect
 
     words = [said for _, said in SEEN]
     places = []

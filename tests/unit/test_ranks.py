@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datalens import distributed
-from datalens.basis import make_basis
-from datalens.crowd import Shown
-from datalens.distributed import World
 from datalens.errors import DatalensError
 from datalens.private.networks import Network, Spectral, compact_network
 from datalens.private.partition import Partition
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
-from datalens.runs import load_part, part_name, save_tensors
+from datalens.public.basis import make_basis
+from datalens.run import ranks
+from datalens.run.folder import load_part, part_name, save_tensors
+from datalens.run.ranks import World
+from datalens.run.remote_teachers import Shown
 
 
 @given(teachers=st.integers(1, 5000), size=st.integers(1, 64))
@@ -150,24 +150,24 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
 
 def test_without_torchrun_nothing_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert distributed.launch() is None
-    assert not distributed.restarted(None)
+    assert ranks.launch() is None
+    assert not ranks.restarted(None)
 
 
 def test_a_call_of_torchrun_knows_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    mine = distributed.launch()
-    assert distributed.restarted(mine)
+    mine = ranks.launch()
+    assert ranks.restarted(mine)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")
-    assert not distributed.restarted(mine)
+    assert not ranks.restarted(mine)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # no name: the same parent, and torchrun says it is a restart
-    mine = distributed.launch()
+    mine = ranks.launch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not distributed.restarted(mine)
+    assert not ranks.restarted(mine)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert distributed.restarted(mine)
-    monkeypatch.setattr(distributed.os, "getppid", lambda: -1)
-    assert not distributed.restarted(mine)
+    assert ranks.restarted(mine)
+    monkeypatch.setattr(ranks.os, "getppid", lambda: -1)
+    assert not ranks.restarted(mine)
 
 
 @pytest.mark.parametrize(("gpus", "here", "fits"), [(2, 2, True), (1, 2, False), (8, 4, True)])
@@ -177,11 +177,11 @@ def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, gpus: int, here: i
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     monkeypatch.setenv("LOCAL_RANK", str(here - 1))
     if fits:
-        assert distributed._device("auto", sharing=True) == torch.device("cuda", here - 1)
+        assert ranks._device("auto", sharing=True) == torch.device("cuda", here - 1)
     else:
         with pytest.raises(DatalensError, match=f"--nproc-per-node={gpus}"):
-            distributed._device("auto", sharing=True)
-    assert distributed._device("cpu", sharing=True) == torch.device("cpu")
+            ranks._device("auto", sharing=True)
+    assert ranks._device("cpu", sharing=True) == torch.device("cpu")
 
 
 def test_a_store_that_outlives_its_ranks(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_store_that_outlives_its_ranks(tmp_path: Path) -> None:
     names: dict[int, list[str]] = {0: [], 1: [], 2: []}
     for _ in range(3):  # three starts, one store
         threads = [
-            threading.Thread(target=lambda rank=rank: names[rank].append(distributed._meet(store, rank, 3)))
+            threading.Thread(target=lambda rank=rank: names[rank].append(ranks._meet(store, rank, 3)))
             for rank in (0, 1, 2)
         ]
         for thread in threads:

@@ -13,22 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from datalens import live
-from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
-from datalens.config import TrainOptions
-from datalens.datasets import records as records_module
-from datalens.datasets.records import Dataset
-from datalens.datasets.schema import Schema
+from datalens.data import records as records_module
+from datalens.data.records import Dataset
+from datalens.data.schema import Schema
 from datalens.methods import moments as method
-from datalens.plan import make_plan
+from datalens.options import TrainOptions
+from datalens.plans.plan import make_plan
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.released import Released
 from datalens.private import moments
 from datalens.private.moments import FINE, RecordRows, record_features
 from datalens.private.shares import Rows
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released import moments as released_moments
-from datalens.texture import Texture
+from datalens.run import live
 
 SIDE, CLASSES, COUNT, SIZE = 12, 3, 40, 10
 SHAPE = (1, SIDE, SIDE)

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from datalens.datasets import records
-from datalens.datasets.arrays import from_arrays
-from datalens.datasets.records import Block, Choose, Dataset, Records, collect, record_keys
-from datalens.datasets.schema import Schema
+from datalens.data import records
+from datalens.data.own.python import from_arrays
+from datalens.data.records import Block, Choose, Dataset, Records, collect, record_keys
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 
 SCHEMA = Schema(name="s", height=2, width=3, channels=1, classes=("a", "b"), nominal_size=50)

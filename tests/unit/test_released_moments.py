@@ -11,13 +11,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from datalens import streams
 from datalens.errors import DatalensError
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.released import Released
+from datalens.public import streams
+from datalens.public.texture import Texture
 from datalens.released import moments
 from datalens.released.release import draw, in_proportion, load_generator
-from datalens.texture import Texture
 
 
 def released(value: np.ndarray, sigma: float = 1.0) -> Released:

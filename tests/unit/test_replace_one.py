@@ -15,27 +15,28 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from datalens.config import TrainOptions
-from datalens.datasets import folders, formats, idx
-from datalens.datasets.arrays import from_arrays
-from datalens.datasets.own import Reading
-from datalens.datasets.parquet import is_one_table
-from datalens.datasets.records import Records, check_fixed_positions, collect, has_fixed_positions
-from datalens.datasets.schema import Schema
-from datalens.distributed import World
+from datalens.data import formats, idx
+from datalens.data.named import folders
+from datalens.data.own.python import from_arrays
+from datalens.data.own.reading import Reading
+from datalens.data.parquet import is_one_table
+from datalens.data.records import Records, check_fixed_positions, collect, has_fixed_positions
+from datalens.data.schema import Schema
+from datalens.driver import train
 from datalens.errors import DatalensError
 from datalens.methods import datalens as topagg
+from datalens.options import TrainOptions
 from datalens.peers.settings import PeerSettings
 from datalens.peers.table import METHODS, code_of
-from datalens.plan import make_plan, topagg_plan
-from datalens.presets import PRESETS
+from datalens.plans.plan import make_plan, topagg_plan
+from datalens.plans.presets import PRESETS
+from datalens.plans.settings import Settings
 from datalens.privacy.events import GaussianEvent
 from datalens.private.partition import Balanced
 from datalens.private.shares import Shares
 from datalens.released.generator import dcgan_architecture
 from datalens.released.student import Student
-from datalens.settings import Settings
-from datalens.training import train
+from datalens.run.ranks import World
 
 CPU = torch.device("cpu")
 CLASSES = [f"c{i}" for i in range(10)]
@@ -318,7 +319,7 @@ def test_a_run_on_a_folder_is_refused_before_it_exists(method: str, tmp_path: Pa
 
 
 def test_the_plan_refuses_it_too(tmp_path: Path) -> None:
-    from datalens.commands.plan import Plan
+    from datalens.cli.plan import Plan
 
     folder, table = as_folder(tmp_path / "scans", a_list(60)), as_csv(tmp_path / "listed", a_list(60))
     asked: dict[str, Any] = {"nominal_size": 60, "relation": "replace-one", "json": True}

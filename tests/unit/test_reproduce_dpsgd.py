@@ -134,8 +134,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dpsgd.Setting:
     y = torch.randint(0, 10, (40,), generator=random)
 
     def records_of(name: str, records: int | None, device: str) -> Any:
-        from datalens.datasets import sources
-        from datalens.settings import SgdSettings
+        from datalens.data.named import sources
+        from datalens.plans.settings import SgdSettings
 
         about = SgdSettings(
             method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",

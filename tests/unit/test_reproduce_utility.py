@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from datalens.cli import main
-from datalens.datasets import sources
+from datalens.cli.main import main
+from datalens.data.named import sources
 from datalens.errors import DatalensError
 from datalens.evaluate import utility as measure
 from datalens.methods import datalens

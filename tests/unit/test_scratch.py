@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from datalens import DataLens
-from datalens.scratch import ALIVE, Scratch, clear_abandoned
+from datalens.run.scratch import ALIVE, Scratch, clear_abandoned
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def test_a_killed_fit_leaves_nothing_for_long(temporary: Path, monkeypatch: pyte
         assert [path.name for path in temporary.iterdir()] == [options.out.parent.name]  # its own, and no other
         raise Reached
 
-    monkeypatch.setattr("datalens.training.train", begin)
+    monkeypatch.setattr("datalens.driver.train", begin)
     killed(fit)
     assert len(list(temporary.iterdir())) == 1
-    monkeypatch.setattr("datalens.training.train", look)
+    monkeypatch.setattr("datalens.driver.train", look)
     with pytest.raises(Reached):
         fit()

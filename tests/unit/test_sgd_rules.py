@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from datalens.bounded.norm_topk import NormTopK
-from datalens.methods.dpsgd import Plan
-from datalens.presets import sgd_usual
+from datalens.gradients.optimizer import Plan
+from datalens.methods.sgd import Trainer, share_of_rate
+from datalens.methods.sgd_plan import SgdOptions, plan
+from datalens.plans.presets import sgd_usual
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
 from datalens.released.classifier import seeded
-from datalens.sgd import Trainer, share_of_rate
-from datalens.sgd_plan import SgdOptions, plan
 
 
 def test_what_is_usual_follows_public_facts(tmp_path: Path) -> None:

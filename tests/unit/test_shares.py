@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from datalens.datasets import records
-from datalens.datasets.records import Dataset, record_keys
-from datalens.datasets.schema import Schema
+from datalens.data import records
+from datalens.data.records import Dataset, record_keys
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.private import shares as shares_module
 from datalens.private.partition import Balanced, Hashed, Rule, hashed

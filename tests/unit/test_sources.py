@@ -23,9 +23,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datalens.datasets import fetch, idx, sources
-from datalens.datasets.cifar import CifarArchive
-from datalens.datasets.fetch import DebianPackage, File, Mirror, NpmPackage, Wheel
+from datalens.data import idx
+from datalens.data.named import fetch, sources
+from datalens.data.named.cifar import CifarArchive
+from datalens.data.named.fetch import DebianPackage, File, Mirror, NpmPackage, Wheel
 from datalens.errors import DatalensError
 
 RNG = np.random.default_rng(0)

@@ -28,15 +28,15 @@ def test_the_estimator_and_errors_are_named_without_loading_them() -> None:
 
 
 def test_help_names_every_command_and_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
-    from datalens import cli
+    from datalens.cli import main
 
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
+        main.main(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     for verb in ("train", "plan", "sample", "verify", "budget"):
         assert f"\n  {verb} " in said
-    assert len([line for line in said.splitlines() if line.startswith("  ")]) == len(cli._commands())
+    assert len([line for line in said.splitlines() if line.startswith("  ")]) == len(main._commands())
     assert min(_seconds([sys.executable, "-m", "datalens", "--help"]) for _ in range(3)) < 0.5
 
 
@@ -49,24 +49,24 @@ def _seconds(command: list[str]) -> float:
 
 
 def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    from datalens import cli
+    from datalens.cli import main as main
 
     with pytest.raises(SystemExit) as ended:
-        cli.main([])
+        main.main([])
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == "" and "usage: datalens COMMAND" in said.err
 
 
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
-    from datalens import cli
+    from datalens.cli import main as main
 
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--completion", "bash"])
+        main.main(["--completion", "bash"])
     assert ended.value.code in (None, 0)
     script = capsys.readouterr().out
     assert "complete" in script and "--epsilon" in script
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--completion", "fish"])
+        main.main(["--completion", "fish"])
     assert ended.value.code == 2
     assert "say for which shell" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, kstest
 
-from datalens import streams
+from datalens.public import streams
 
 Draw = Callable[[int, int], np.ndarray]  # (teachers, count) → [teachers, count]
 

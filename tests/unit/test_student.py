@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from datalens import streams
-from datalens.basis import make_basis
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
+from datalens.public import streams
+from datalens.public.basis import make_basis
 from datalens.released.decode import Decode, Direction
 from datalens.released.generator import Architecture, Generator, dcgan_architecture, draw_latent, recalibrated
 from datalens.released.student import Student

@@ -48,7 +48,7 @@ from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.mechanisms import DiscreteGaussianSum, GaussianSum
 from datalens.privacy.noise import DrawnAhead, ExactNoise
 from datalens.privacy.released import Released
-from datalens.streams import row_keys
+from datalens.public.streams import row_keys
 
 SECRET = 7654.25
 BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")

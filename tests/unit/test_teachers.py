@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.one_by_one import OneTeacher
-from datalens.basis import make_basis
 from datalens.errors import DatalensError
 from datalens.private.networks import Network, Spectral, compact_network, paper_network
 from datalens.private.partition import Partition, hashed, record_keys
 from datalens.private.shares import Shares
 from datalens.private.teachers import ROOM_ON_CPU, Teachers, matching_weights, plan_memory
+from datalens.public.basis import make_basis
 
 SHAPE, CLASSES, TEACHERS, BATCH = (1, 12, 12), 3, 6, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

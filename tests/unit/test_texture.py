@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from datalens.texture import FINEST, LARGEST, ORIENTATIONS, SCALES, Texture
+from datalens.public.texture import FINEST, LARGEST, ORIENTATIONS, SCALES, Texture
 
 PLANES = ORIENTATIONS * len(SCALES)
 SHAPES = [

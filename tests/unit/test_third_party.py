@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from datalens import streams
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.third_party import PerTeacher
 from datalens.errors import DatalensError
@@ -16,6 +15,7 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum, ThirdParty, make_mechanism
 from datalens.privacy.noise import SecureNoise, open_noise
 from datalens.privacy.released import Released
+from datalens.public import streams
 
 # --- rows of somebody else's -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-from datalens import cli
+from datalens.cli import main
 from datalens.errors import DatalensError
 from datalens.evaluate.classifiers import (
     CLASSIFIERS,
@@ -305,12 +305,12 @@ def test_the_command_chooses_the_classifier(
     digits: Digits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "datalens.commands.evaluate.synthetic_of",
+        "datalens.cli.evaluate.synthetic_of",
         lambda path, count: synthetic(digits.images[:200], digits.labels[:200]),
     )
     for more, expected in (([], "PaperCNN"), (["--classifier", "augmented"], "AugmentedCNN")):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["evaluate", "run", "--data", "digits", "--seeds", "1", "--epochs", "1", "--json", *more])
+            main.main(["evaluate", "run", "--data", "digits", "--seeds", "1", "--epochs", "1", "--json", *more])
         assert ended.value.code == 0
         assert json.loads(capsys.readouterr().out)["classifier"].startswith(expected)
 

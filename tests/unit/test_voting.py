@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from datalens import Budget, BudgetExceeded, DatalensError, Ledger, topagg
+from datalens.api.topagg import by_content
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
-from datalens.voting import by_content
 
 
 def ledger(epsilon: float = 5.0) -> Ledger:
@@ -87,7 +87,7 @@ def test_a_row_that_is_left_out_moves_the_sum_by_its_own_votes(like_it: int) -> 
 
 
 def test_a_twin_that_draws_by_place_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datalens.voting.by_content", lambda values: torch.arange(len(values)))
+    monkeypatch.setattr("datalens.api.topagg.by_content", lambda values: torch.arange(len(values)))
     gradients = torch.randn(400, 9, generator=torch.Generator().manual_seed(1))
     assert np.linalg.norm(exact_votes(gradients) - exact_votes(gradients[1:])) > 20
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.utils.data import DataLoader, TensorDataset
 
 from datalens.errors import DatalensError
-from datalens.methods.dpsgd import PrivateOptimizer, make_private
-from datalens.watching import StateWatch
+from datalens.gradients.optimizer import PrivateOptimizer, make_private
+from datalens.gradients.watching import StateWatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -314,12 +314,12 @@ def test_what_cannot_be_watched_is_refused() -> None:
 
 def test_the_watch_is_the_wiring_of_sgd_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """`datalens sgd` has its own network; were one of its layers to keep something, it would be noticed."""
-    from datalens.methods.dpsgd import plan_steps
+    from datalens.gradients.optimizer import plan_steps
+    from datalens.methods.sgd import Trainer
     from datalens.privacy.dpsgd import GradientGate
     from datalens.privacy.ledger import Budget, Ledger
     from datalens.privacy.noise import SeededNoise
     from datalens.released.classifier import seeded
-    from datalens.sgd import Trainer
 
     budget = Budget(epsilon=2.0, delta=1e-3, relation="add-remove", accountant="rdp-improved")
     made = plan_steps(budget=budget, nominal_size=32, batch_size=16, epochs=4, clip=1.0)

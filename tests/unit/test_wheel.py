@@ -41,7 +41,7 @@ def test_it_declares_its_script_and_extras(wheel: Path) -> None:
         info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
         metadata = archive.read(f"{info}/METADATA").decode()
         scripts = archive.read(f"{info}/entry_points.txt").decode()
-    assert "datalens = datalens.cli:main" in scripts
+    assert "datalens = datalens.cli.main:main" in scripts
     for extra in ("tensorboard", "dev", "pld"):
         assert f"Provides-Extra: {extra}" in metadata
     assert "Requires-Python: <3.14,>=3.11" in metadata
@@ -49,6 +49,6 @@ def test_it_declares_its_script_and_extras(wheel: Path) -> None:
 
 def test_it_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import datalens; print(datalens.__file__)"
-    code += "; from datalens.cli import main; main(['--help'])"
+    code += "; from datalens.cli.main import main; main(['--help'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert str(wheel) in done.stdout and "usage: datalens" in done.stdout

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from datalens.bounded.contributions import Contributions, sum_bounded
-from datalens.config import TrainOptions, options_as_dict
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, TamperedError
-from datalens.plan import make_plan
+from datalens.options import TrainOptions, options_as_dict
+from datalens.plans.plan import make_plan
+from datalens.plans.settings import Settings
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import SecureNoise
-from datalens.runs import LATEST, Alone, Run, load_tensors, save_tensors
-from datalens.settings import Settings
+from datalens.run.folder import LATEST, Alone, Run, load_tensors, save_tensors
 
 SCHEMA = Schema(name="tiny", height=4, width=4, channels=1, classes=("a", "b"), nominal_size=100)
 STEPS = 8

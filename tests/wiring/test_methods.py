@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from datalens.errors import DatalensError
-from datalens.evaluate import wiring
-from datalens.evaluate.wiring_runs import RELATIONS, SGD, asked, subject
+from datalens.evaluate.audits import wiring
+from datalens.evaluate.audits.wiring_runs import RELATIONS, SGD, asked, subject
 from datalens.peers.table import METHODS
-from datalens.plan import BY_PERSON
-from datalens.presets import PRESETS
+from datalens.plans.plan import BY_PERSON
+from datalens.plans.presets import PRESETS
+from datalens.plans.settings import COMPRESSORS
 from datalens.privacy.events import Relation
 from datalens.private.pool import Pool
-from datalens.settings import COMPRESSORS
 from tests.e2e.test_plugins import blocks, install
 
 OURS = dict(asked(None))
@@ -59,7 +59,7 @@ def test_a_method_of_this_name() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 0 where all is well, and 1 with what was found where it is not."""
-    from datalens.cli import main
+    from datalens.cli.main import main
     from datalens.methods import dpmerf
 
     rows = dpmerf.embed

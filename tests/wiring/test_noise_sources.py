@@ -12,7 +12,7 @@ import pytest
 
 import datalens
 from datalens.errors import DatalensError
-from datalens.evaluate.wiring_tape import DRAWS, Draw, Tape, gates, sources, told_the_owner
+from datalens.evaluate.audits.wiring_tape import DRAWS, Draw, Tape, gates, sources, told_the_owner
 from datalens.privacy import noise
 
 ROOT = Path(datalens.__file__).parent
@@ -156,7 +156,7 @@ def noisy_imports(text: str) -> list[str]:
 
 def test_ranks_that_follow_draw_no_noise() -> None:
     """They have teachers and sums; the gate, with its noise, is where the ledger is: on rank 0, once."""
-    for name in ("crowd.py", "distributed.py"):
+    for name in ("run/remote_teachers.py", "run/ranks.py"):
         assert noisy_imports((ROOT / name).read_text(encoding="utf-8")) == []
     assert noisy_imports("def f():\n    from datalens.privacy.noise import SecureNoise\n") == ["datalens.privacy.noise"]
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens import sgd
-from datalens.methods import dpgan, dpmerf, gswgan
+from datalens.methods import dpgan, dpmerf, gswgan, sgd
 from datalens.privacy import dpsgd, mechanisms, noise, one_of_many
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.private.pool import Pool
 from datalens.released.student import Student
-from datalens.runs import Run
+from datalens.run.folder import Run
 from tests.wiring.twins import Patch, Twins
 
 TWINS = Twins()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from datalens import sgd, training
-from datalens.crowd import Crowd
-from datalens.methods import dpgan, dpmerf, dpsgd_gan, gpate, gswgan, moments, pategan
+from datalens import driver
+from datalens.methods import dpgan, dpmerf, dpsgd_gan, gpate, gswgan, moments, pategan, sgd
 from datalens.private.pool import Pool
 from datalens.released.student import Student
-from datalens.runs import Run
+from datalens.run.folder import Run
+from datalens.run.remote_teachers import Crowd
 from tests.wiring.twins import Patch, Twins, noting
 
 TWINS = Twins()
@@ -161,7 +161,7 @@ def fakes_with_the_labels_of_a_share(patch: Patch) -> None:
 @twin("dpmerf", "records")
 def the_number_of_records_in_the_log(patch: Patch) -> None:
     gather = dpmerf.gather
-    patch.setattr(dpmerf, "gather", noting(gather, lambda found: training.say(f"{found.count} records")))
+    patch.setattr(dpmerf, "gather", noting(gather, lambda found: driver.say(f"{found.count} records")))
 
 
 @twin("sgd", "records")

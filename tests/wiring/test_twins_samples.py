@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens import sgd, streams
-from datalens.methods import dpgan, dpsgd_gan, pategan
+from datalens.methods import dpgan, dpsgd_gan, pategan, sgd
 from datalens.privacy import dpsgd, noise, one_of_many
 from datalens.private.critics import Critics
-from datalens.runs import Run
+from datalens.public import streams
+from datalens.run.folder import Run
 from tests.wiring.twins import Patch, Twins, found_in, noting
 
 TWINS = Twins()
@@ -154,7 +154,7 @@ def test_persons_who_are_ignored_are_caught(tmp_path: Path, monkeypatch: Patch) 
 
 def test_persons_by_record_are_caught_in_shares(tmp_path: Path, monkeypatch: Patch) -> None:
     """Shares by pixels, where a person is what is protected: several teachers change, and one is paid for."""
-    from datalens.datasets import records
+    from datalens.data import records
 
     def by_pixels(images: np.ndarray, ids: Any, *, by_person: bool = False) -> Any:
         return map(records.content_key, images)

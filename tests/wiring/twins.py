@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from datalens.evaluate import wiring
-from datalens.evaluate.wiring_runs import asked, subject
+from datalens.evaluate.audits import wiring
+from datalens.evaluate.audits.wiring_runs import asked, subject
 from datalens.privacy.events import Relation
 
 Patch = pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from datalens.gpu import kernels_for
+from datalens.public.triton import kernels_for
 
 
 @dataclass(frozen=True, kw_only=True)

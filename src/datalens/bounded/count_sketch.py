@@ -14,7 +14,7 @@ import torch
 
 from datalens.bounded.contributions import Contributions, Gradients
 from datalens.bounded.topk_sign import TopKSign
-from datalens.codes import Sketch
+from datalens.public.transforms import Sketch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from datalens import streams
 from datalens.bounded.contributions import Contributions, Gradients
-from datalens.codes import Rotation
 from datalens.errors import DatalensError
+from datalens.public import streams
+from datalens.public.transforms import Rotation
 
 MOST_LEVELS = 128  # votes of −127 … 127 are bytes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.topk_sign import top_k_mask
 from datalens.errors import DatalensError
-from datalens.gpu import kernels_for
+from datalens.public.triton import kernels_for
 
 Selector = Literal["norm", "dim", "none"]
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from datalens import streams
 from datalens.bounded.contributions import Contributions, Gradients
 from datalens.errors import DatalensError
+from datalens.public import streams
 
 _ONE_AT_A_TIME = threading.Lock()
 

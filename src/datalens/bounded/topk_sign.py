@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens import streams
 from datalens.bounded.contributions import Contributions, Gradients
 from datalens.errors import DatalensError
-from datalens.gpu import kernels_for
+from datalens.public import streams
+from datalens.public.triton import kernels_for
 
 
 @dataclass(frozen=True, kw_only=True)

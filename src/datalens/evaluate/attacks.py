@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from datalens.config import TrainOptions
-from datalens.datasets.records import Dataset
+from datalens.data.records import Dataset
+from datalens.driver import train
 from datalens.errors import DatalensError
-from datalens.evaluate.audit_mechanism import control_lines, terms
+from datalens.evaluate.audits.mechanism import control_lines, terms
+from datalens.options import TrainOptions
 from datalens.privacy.audit import REPORT_LEVEL, VERDICT_LEVEL, Errors, count_errors, rate_lower, rate_upper
 from datalens.privacy.ledger import Budget, json_number
 from datalens.released.release import sample
 from datalens.released.synthetic import SyntheticDataset
-from datalens.runs import read_config
-from datalens.scratch import Scratch
-from datalens.training import train
+from datalens.run.folder import read_config
+from datalens.run.scratch import Scratch
 
 FALSE_ALARMS = 0.01  # the rate at which the threshold of an attack is set
 COPY = 0.5  # a copy is nearer to a training image than this part of its distance to any image held out

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from datalens import owner_cache
+from datalens.data import owner_cache
 from datalens.errors import DatalensError
 from datalens.privacy.journal import for_the_owner
-from datalens.runs import load_tensors, save_tensors
+from datalens.run.folder import load_tensors, save_tensors
 
 
 def folder() -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-from datalens.datasets import weights
+from datalens.data.named import weights
 from datalens.evaluate import inception_v3
 from datalens.evaluate.judge import Judge, batches
 from datalens.progress import bar

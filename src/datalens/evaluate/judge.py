@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens.datasets.records import Dataset
+from datalens.data.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import cache
 from datalens.evaluate.classifiers import CLASSIFIERS, SmallResNet

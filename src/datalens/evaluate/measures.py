@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from datalens.datasets.records import Dataset
+from datalens.data.records import Dataset
 from datalens.errors import DatalensError
 from datalens.evaluate import cache, features, judge, utility
 from datalens.evaluate.classifiers import ClassifierName

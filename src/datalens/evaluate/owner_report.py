@@ -10,8 +10,8 @@ from typing import Any
 from datalens.errors import DatalensError
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import read_ledger
-from datalens.runs import read_config, write_atomically
-from datalens.spending import standing
+from datalens.run.folder import read_config, write_atomically
+from datalens.run.reservation import standing
 
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # What methods log, and how a person calls it; other names are shown as they are.

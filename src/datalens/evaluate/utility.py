@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-from datalens import streams
 from datalens.errors import DatalensError
 from datalens.evaluate.classifiers import CLASSIFIERS, ClassifierName
 from datalens.progress import bar
+from datalens.public import streams
 from datalens.released.synthetic import SyntheticDataset
 
 _BATCH = 128

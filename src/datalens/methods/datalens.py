@@ -18,31 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens.basis import Basis, make_basis
 from datalens.bounded.contributions import Contributions, Gradients, sum_bounded
 from datalens.bounded.count_sketch import CountSketch
 from datalens.bounded.klevel import KLevel
 from datalens.bounded.third_party import PerTeacher
 from datalens.bounded.topk_sign import TopKSign
-from datalens.codes import Rotation, Sketch
-from datalens.crowd import Crowd
-from datalens.datasets.records import Records
-from datalens.datasets.schema import Schema
-from datalens.distributed import World
+from datalens.data.records import Records
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded
-from datalens.plugins import compressor
+from datalens.plans.plugins import compressor
+from datalens.plans.settings import COMPRESSORS, Settings
 from datalens.privacy.mechanisms import Mechanism
 from datalens.private.networks import Network, network_named
 from datalens.private.partition import Partition, Rule, rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers, plan_memory
 from datalens.progress import say
+from datalens.public.basis import Basis, make_basis
+from datalens.public.transforms import Rotation, Sketch
 from datalens.released import classes
 from datalens.released.decode import Decode, agreement
 from datalens.released.generator import can_show, dcgan_architecture
 from datalens.released.student import Fakes, Student
-from datalens.runs import Run
-from datalens.settings import COMPRESSORS, Settings
+from datalens.run.folder import Run
+from datalens.run.ranks import World
+from datalens.run.remote_teachers import Crowd
 
 
 def train(

@@ -7,15 +7,15 @@ released has the average of the last weights.
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from datalens import streams
-from datalens.critics import fresh_critic
-from datalens.datasets.records import Records
-from datalens.learner import Learner
+from datalens.data.records import Records
 from datalens.peers.dcgan import DcganSettings
 from datalens.privacy.mechanisms import release_unprotected
 from datalens.private.pool import Pool
+from datalens.public import streams
+from datalens.public.critic import fresh_critic
+from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent, fresh_generator
-from datalens.runs import Alone, Run
+from datalens.run.folder import Alone, Run
 
 LOG_EVERY = 100
 

@@ -11,18 +11,18 @@ Adam; labels; an average of the generator's weights; priced by the ledger, where
 import torch
 
 from datalens.bounded.norm_topk import NormTopK
-from datalens.critics import fresh_critic
-from datalens.datasets.records import Records
+from datalens.data.records import Records
 from datalens.errors import BudgetExceeded
-from datalens.learner import Learner
 from datalens.peers.noisy_critic import NoisyCriticSettings
 from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.private.critic_rows import sum_gradients
 from datalens.private.pool import Pool
+from datalens.public.critic import fresh_critic
+from datalens.public.learner import Learner
 from datalens.released.critic import fake_gradient, fakes, learn
 from datalens.released.generator import Generator, fresh_generator
-from datalens.runs import Alone, Run
+from datalens.run.folder import Alone, Run
 
 
 def gather(records: Records, settings: NoisyCriticSettings, *, device: torch.device) -> Pool:

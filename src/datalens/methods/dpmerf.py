@@ -8,19 +8,19 @@ Differs from the paper:
 
 import torch
 
-from datalens.datasets.records import Records
+from datalens.data.records import Records
 from datalens.errors import DatalensError
-from datalens.fourier import Fourier
-from datalens.guidance import nothing_stands_out
 from datalens.peers.dpmerf import DpmerfSettings
+from datalens.plans.guidance import nothing_stands_out
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.private.embedding import embed
 from datalens.private.pool import Pool
 from datalens.progress import say
+from datalens.public.fourier import Fourier
 from datalens.released.embedding import fit, read_embedding
 from datalens.released.generator import Generator, fresh_generator
-from datalens.runs import Run
+from datalens.run.folder import Run
 
 
 def gather(records: Records, settings: DpmerfSettings, *, device: torch.device) -> Pool:

@@ -10,12 +10,10 @@ Differs from the paper:
 import torch
 from torch import Tensor
 
-from datalens import streams
-from datalens.basis import make_basis
 from datalens.bounded.ballots import binned
 from datalens.bounded.contributions import count_ballots
-from datalens.datasets.records import Records
-from datalens.datasets.schema import Schema
+from datalens.data.records import Records
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded
 from datalens.peers.gpate import GPateSettings
 from datalens.privacy.events import UnknownEvent
@@ -25,10 +23,12 @@ from datalens.private.networks import Network, network_named
 from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
+from datalens.public import streams
+from datalens.public.basis import make_basis
 from datalens.released.decode import DecodeBins
 from datalens.released.generator import Generator, dcgan_architecture
 from datalens.released.student import Student
-from datalens.runs import Alone, Run
+from datalens.run.folder import Alone, Run
 
 
 def gather(records: Records, settings: GPateSettings, *, device: torch.device) -> Shares:

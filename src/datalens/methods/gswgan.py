@@ -12,22 +12,22 @@ Differs from the paper:
 
 import torch
 
-from datalens import streams
 from datalens.bounded.clip import clip_images
 from datalens.bounded.contributions import BoundedSum
-from datalens.critics import Critic
-from datalens.datasets.records import Records
+from datalens.data.records import Records
 from datalens.errors import BudgetExceeded
-from datalens.learner import Learner
 from datalens.peers.gswgan import GswganSettings
 from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.privacy.one_of_many import charge_block
 from datalens.private.critics import Critics
 from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
+from datalens.public import streams
+from datalens.public.critic import Critic
+from datalens.public.learner import Learner
 from datalens.released.follow import follow
 from datalens.released.generator import Generator, draw_latent, fresh_generator
-from datalens.runs import Alone, Run
+from datalens.run.folder import Alone, Run
 
 
 def gather(records: Records, settings: GswganSettings, *, device: torch.device) -> Shares:

@@ -23,23 +23,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from datalens.basis import make_basis
 from datalens.bounded.contributions import BoundedSum
-from datalens.datasets.records import Records
-from datalens.datasets.schema import Schema
+from datalens.data.records import Records
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.guidance import nothing_stands_out
-from datalens.moment_noise import mu_squared_for, sigma_for
+from datalens.plans.guidance import nothing_stands_out
+from datalens.plans.moment_noise import mu_squared_for, sigma_for
+from datalens.plans.settings import RELEASES, MomentSettings
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.privacy.released import Released
 from datalens.private.moments import RecordRows
 from datalens.progress import say
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released import moments as released
-from datalens.runs import Run
-from datalens.settings import RELEASES, MomentSettings
-from datalens.texture import Texture
+from datalens.run.folder import Run
 
 LEAST_PART = 0.25  # of what was planned for a release: with less it would be noise
 

@@ -11,12 +11,10 @@ Differs from the paper:
 import torch
 from torch import nn
 
-from datalens.basis import make_basis
 from datalens.bounded.ballots import real_or_fake
 from datalens.bounded.contributions import count_ballots
-from datalens.critics import CosineCritic, Critic
-from datalens.datasets.records import Records
-from datalens.datasets.schema import Schema
+from datalens.data.records import Records
+from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded
 from datalens.peers.pategan import PateGanSettings
 from datalens.privacy.mechanisms import LaplaceVote, Mechanism, make_mechanism
@@ -25,9 +23,11 @@ from datalens.private.networks import Network, network_named
 from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
+from datalens.public.basis import make_basis
+from datalens.public.critic import CosineCritic, Critic
 from datalens.released.generator import Generator
 from datalens.released.labelled import CriticStudent
-from datalens.runs import Alone, Run
+from datalens.run.folder import Alone, Run
 
 
 def gather(records: Records, settings: PateGanSettings, *, device: torch.device) -> Shares:

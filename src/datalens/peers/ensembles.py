@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
 from datalens.peers.settings import PeerSettings, asked
-from datalens.presets import HIDDEN
+from datalens.plans.presets import HIDDEN
 
 OPTIONS = ("teachers", "network", "basis", "basis_size", "teacher_steps", "batch", "steps")
 

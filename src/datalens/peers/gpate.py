@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
 from datalens.peers.settings import Part, asked, common, unbroken
 from datalens.privacy.calibration import calibrate_sigma

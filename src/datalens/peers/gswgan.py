@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
 from datalens.peers.settings import Part, PeerSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.events import OneOfManyEvent

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
 from datalens.peers.ensembles import EnsembleSettings, teacher_values
 from datalens.peers.settings import Part, common, whole_number_law
+from datalens.plans.settings import NoiseOfVotes
 from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget
-from datalens.settings import NoiseOfVotes
 
 
 @dataclass(frozen=True, kw_only=True)

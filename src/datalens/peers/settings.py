@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from datalens.config import TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
+from datalens.plans.settings import NoiseName, checked
 from datalens.privacy.events import Charge, NoiseOrigin
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
-from datalens.settings import NoiseName, checked
 
 
 @dataclass(frozen=True, kw_only=True)

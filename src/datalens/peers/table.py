@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from datalens.config import SPECIFIC, TrainOptions
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.options import SPECIFIC, TrainOptions
 from datalens.peers import dcgan, dpmerf, ensembles, gpate, gswgan, noisy_critic, pategan
 from datalens.peers.settings import PeerSettings
-from datalens.plugins import available, named
-from datalens.presets import PRESETS as PRESETS_OF_OURS
+from datalens.plans.plugins import available, named
+from datalens.plans.presets import PRESETS as PRESETS_OF_OURS
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 

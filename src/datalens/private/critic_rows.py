@@ -6,8 +6,8 @@ from torch import Tensor
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.norm_topk import NormTopK
-from datalens.critics import Critic, example_gradients
 from datalens.private.pool import Pool
+from datalens.public.critic import Critic, example_gradients
 
 ROOM_ON_CPU, ROOM_ON_GPU = 2**28, 2**33  # bytes of gradients held at a time
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from datalens import streams
-from datalens.critics import Critic, initialise_critic
 from datalens.errors import DatalensError
 from datalens.private import layers
 from datalens.private.adam import adam_step
 from datalens.private.shares import Shares
+from datalens.public import streams
+from datalens.public.critic import Critic, initialise_critic
 
 Parameters = dict[str, Tensor]
 GROUP = 64  # discriminators worked on at a time

@@ -6,8 +6,8 @@ import torch
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
-from datalens.fourier import Fourier
 from datalens.private.pool import Pool
+from datalens.public.fourier import Fourier
 
 CHUNK = 2048  # records at a time
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-from datalens import owner_cache
-from datalens.datasets import sources
-from datalens.datasets.fetch import FAILURES, File, Wheel, why
+from datalens.data import owner_cache
+from datalens.data.named import sources
+from datalens.data.named.fetch import FAILURES, File, Wheel, why
 from datalens.errors import DatalensError
 from datalens.progress import bar, say
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from datalens.gpu import kernels_for
+from datalens.public.triton import kernels_for
 
 SLOPE = 0.2  # of leaky ReLU
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens.basis import Basis
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import TRUNCATED, Outer, on_grid, outer_diameter, sum_outer
-from datalens.datasets.records import Records
+from datalens.data.records import Records
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows, block_fingerprint
 from datalens.progress import bar
-from datalens.texture import Texture
+from datalens.public.basis import Basis
+from datalens.public.texture import Texture
 
 FINE = 2**10  # steps of the grid in a unit of brightness
 WHITE = 2**12  # steps of the grid in a unit of the whitening matrix

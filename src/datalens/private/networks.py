@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from datalens import streams
-from datalens.basis import Basis
 from datalens.private import layers
+from datalens.public import streams
+from datalens.public.basis import Basis
 
 Parameters = dict[str, Tensor]
 Taps = dict[str, tuple[Tensor, Tensor]]

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
-from datalens.datasets.records import record_keys as record_keys
+from datalens.data.records import record_keys as record_keys
 from datalens.errors import DatalensError
 
 

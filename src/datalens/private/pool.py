@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens.datasets.records import Records
+from datalens.data.records import Records
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows, block_fingerprint
 from datalens.progress import bar
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens import streams
-from datalens.datasets.records import Block, Records, check_fixed_positions
+from datalens.data.records import Block, Records, check_fixed_positions
 from datalens.errors import DatalensError
 from datalens.private.partition import Partition, Rule
 from datalens.progress import bar
+from datalens.public import streams
 
 SPILL_BYTES = 2 * 2**30  # of rows in memory, beyond which they go to a file
 DEVICE_PART = 4  # rows may take a quarter of a GPU's memory; teachers take half

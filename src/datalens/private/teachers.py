@@ -19,11 +19,11 @@ from torch import Tensor
 
 from datalens.bounded.contributions import Gradients, Scores
 from datalens.errors import DatalensError
-from datalens.gpu import has_triton
 from datalens.private import layers
 from datalens.private.adam import adam_step
 from datalens.private.networks import Network, Parameters, Taps
 from datalens.private.shares import Shares
+from datalens.public.triton import has_triton
 
 ROOM_ON_CPU = 2**26  # for the work on one chunk: what stays in the caches is read several times as fast
 ROOM_ON_GPU = 0.8  # of its memory: the rest is for the student, what is left over between blocks, and estimates

@@ -10,16 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.peers.settings import PeerSettings
+from datalens.plans.settings import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
 from datalens.privacy.events import (
     LEAST_SMOOTH,
     Event,
     UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, upwards
-from datalens.settings import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
 MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from datalens.datasets.schema import IMAGE, PERSON, Schema
-from datalens.moment_noise import mu_squared_for, sigma_for
-from datalens.paid import steps_paid, steps_planned
+from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.peers.gpate import GPateSettings
 from datalens.peers.settings import PeerSettings, unbroken
+from datalens.plans.moment_noise import mu_squared_for, sigma_for
+from datalens.plans.paid import steps_paid, steps_planned
+from datalens.plans.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings
 from datalens.privacy.events import (
     Charge,
     DiscreteGaussianEvent,
@@ -28,7 +29,6 @@ from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator
 from datalens.released.moments import MomentModel
-from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings
 
 PRICES = 1e-6  # of ε: what rounding in other versions of the libraries may add to the price of a plan
 SIGMAS = 1e-6  # of σ: the same, where it follows from the budget

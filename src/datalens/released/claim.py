@@ -4,13 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.plans.settings import AnySettings
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget
 from datalens.released.certificate import VERSION
 from datalens.released.weights import Weights
-from datalens.settings import AnySettings
 
 FIRST = 2  # the certificate's version that datalens 0.1.0 wrote; those before it were never released
 

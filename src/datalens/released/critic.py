@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from datalens import streams
-from datalens.critics import Critic, example_gradients
-from datalens.learner import Learner
 from datalens.privacy.released import Released
+from datalens.public import streams
+from datalens.public.critic import Critic, example_gradients
+from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent
 
 Loss = Callable[[Tensor], Tensor]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datalens.basis import Basis
 from datalens.privacy.released import Released
+from datalens.public.basis import Basis
 
 DecodeName = Literal["threshold", "sign", "linear"]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from datalens import streams
-from datalens.fourier import Fourier
-from datalens.learner import Learner
 from datalens.privacy.released import Released
 from datalens.progress import bar
+from datalens.public import streams
+from datalens.public.fourier import Fourier
+from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent
 
 PRESENT = 4.0  # standard deviations of noise that a class's count must stand above zero

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from datalens.learner import Learner
 from datalens.privacy.released import Released
+from datalens.public.learner import Learner
 
 
 def follow(student: Learner, images: Tensor, released: Released) -> None:

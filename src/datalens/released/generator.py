@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from datalens import streams
-from datalens.basis import Basis, make_basis
+from datalens.public import streams
+from datalens.public.basis import Basis, make_basis
 
 LatentName = Literal["normal", "uniform"]
 

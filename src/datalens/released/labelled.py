@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from datalens import streams
-from datalens.basis import make_basis
-from datalens.critics import initialise_critic
-from datalens.learner import Learner
 from datalens.privacy.released import Released
+from datalens.public import streams
+from datalens.public.basis import make_basis
+from datalens.public.critic import initialise_critic
+from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent, fresh_generator
 from datalens.released.student import Fakes
 

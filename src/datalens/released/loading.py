@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image
 
-from datalens.datasets.parquet import check_unpacked
+from datalens.data.parquet import check_unpacked
 from datalens.errors import DatalensError
 from datalens.released.saving import (
     CERTIFICATE,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from datalens import streams
-from datalens.basis import Basis, make_basis
 from datalens.privacy.released import Released
-from datalens.texture import Texture
+from datalens.public import streams
+from datalens.public.basis import Basis, make_basis
+from datalens.public.texture import Texture
 
 LEAST_COUNT = 20  # records of a class, on average, below which a class is treated as that large
 PRESENT = 4.0  # standard deviations of noise that a class's count must stand above zero

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datalens import streams
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import REPORT
-from datalens.paid import steps_planned
+from datalens.plans.paid import steps_planned
+from datalens.plans.settings import AnySettings, SgdSettings
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
+from datalens.public import streams
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator, recalibrated
 from datalens.released.synthetic import SyntheticDataset, grid
 from datalens.released.weights import AnyGenerator, load_classifier, load_generator, save_weights
-from datalens.settings import AnySettings, SgdSettings
 
 __all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # from `weights`
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from PIL import Image
 
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import FORMAT, charts, render, sealed
+from datalens.plans.settings import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
-from datalens.settings import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
 
 CONTENTS = (
     ("guarantee", "The guarantee"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from datalens import streams
+from datalens.public import streams
 from datalens.released.decode import Direction
 from datalens.released.generator import Architecture, Generator, draw_latent, initialise
 

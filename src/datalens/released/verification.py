@@ -7,10 +7,11 @@ from typing import Any
 
 from PIL import Image
 
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError, TamperedError
-from datalens.guidance import budget_warnings, read_off_warnings
 from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
+from datalens.plans.guidance import budget_warnings, read_off_warnings
+from datalens.plans.settings import parse_settings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
@@ -35,7 +36,6 @@ from datalens.released.claim import FIRST, Claim, check_version
 from datalens.released.release import draw_picture
 from datalens.released.synthetic import cells, more_than_pixels, nearly
 from datalens.released.weights import AnyGenerator, read_weights
-from datalens.settings import parse_settings
 
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from datalens.errors import DatalensError
+from datalens.public.texture import Texture
 from datalens.released import certificate as certificates
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, can_show
 from datalens.released.moments import MomentModel, Start
-from datalens.texture import Texture
 
 # Of a generator that is read: far above any that is written.
 MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000

@@ -327,7 +327,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, cells: Path | No
 
     `cells`: a folder of trainings that were kept; the table is made of these, and nothing is run.
     """
-    from datalens.training import choose_device
+    from datalens.driver import choose_device
 
     if cells is not None:
         lines = TABLES[name](Lab(cells, "cpu", workers=1, trains=False), Mode.of(full))

@@ -7,7 +7,7 @@ from typing import Any
 
 from datalens.reproduce.appendix_a import INF, TITLES
 from datalens.reproduce.output import show_cost
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 DELTA = 1e-5
 Line = dict[str, Any]

@@ -17,15 +17,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from datalens.datasets.schema import Schema
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.plans.settings import SgdSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar
 from datalens.reproduce.appendix_a import INF
 from datalens.reproduce.dpsgd_output import DELTA
-from datalens.runs import write_atomically
-from datalens.settings import SgdSettings
+from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class Setting:
         """With σ and steps, by public facts. Raises where no noise is enough."""
         if self.sigma is not None and self.steps is not None:
             return self
-        from datalens.methods.dpsgd import plan_steps
+        from datalens.gradients.optimizer import plan_steps
 
         made = plan_steps(
             budget=self.budget,
@@ -107,7 +107,7 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
     """Records as a model sees them: pixels, or cached features. The settings say which."""
     import torch
 
-    from datalens.datasets import formats
+    from datalens.data import formats
     from datalens.private import features
 
     parts: list[Tensor] = []
@@ -139,14 +139,14 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
     import torch
 
     from datalens.bounded.norm_topk import NormTopK
-    from datalens.methods.dpsgd import Plan
+    from datalens.gradients.optimizer import Plan
+    from datalens.methods.sgd import accuracy, make_trainer
     from datalens.privacy.dpsgd import GradientGate, Schedule
     from datalens.privacy.ledger import Ledger
     from datalens.privacy.noise import SecureNoise
     from datalens.released.certificate import read_certificate
     from datalens.released.release import write_model
     from datalens.released.verification import check_release
-    from datalens.sgd import accuracy, make_trainer
 
     if device == "cpu" and multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from typing import Any
 from datalens.errors import DatalensError
 from datalens.progress import say
 from datalens.reproduce import harness
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 
 def reproduce_all(*, full: bool, out: Path, device: str, data_folder: Path | None = None) -> dict[str, Any]:

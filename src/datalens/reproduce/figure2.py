@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from datalens.config import TrainOptions, options_as_dict
+from datalens.options import TrainOptions, options_as_dict
+from datalens.plans.settings import Settings
 from datalens.privacy import bounds
 from datalens.privacy.curves import exact_epsilon, rdp_epsilon
 from datalens.progress import say
-from datalens.runs import write_atomically
-from datalens.settings import Settings
+from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum, Contributions, Gradients
-    from datalens.crowd import Crowd, Fakes
+    from datalens.run.remote_teachers import Crowd, Fakes
 
     Compress = Callable[[Gradients], Contributions]
 
@@ -82,7 +82,7 @@ ALIKE = {"Fashion-MNIST": "fashion-mnist", "CelebA-Gender": "celeba-gender"}
 
 def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
     """Run what is missing, then write the figure. Returns where everything is. `stored`: run nothing, see `harness`."""
-    from datalens.datasets import sources
+    from datalens.data.named import sources
 
     folder = out / f"figure2-{'full' if full else 'quick'}"
     (folder / "cells").mkdir(parents=True, exist_ok=True)
@@ -162,15 +162,15 @@ def watched_run(
 
     `compress_with`: may look at the gradients that go into them, too; any votes will do then.
     """
-    from datalens.crowd import Crowd
-    from datalens.datasets import formats
-    from datalens.distributed import World
+    from datalens.data import formats
     from datalens.methods import datalens
-    from datalens.plan import topagg_plan
+    from datalens.plans.plan import topagg_plan
     from datalens.privacy.mechanisms import make_mechanism
     from datalens.privacy.noise import open_noise
     from datalens.private.partition import check_enough
-    from datalens.runs import Run
+    from datalens.run.folder import Run
+    from datalens.run.ranks import World
+    from datalens.run.remote_teachers import Crowd
 
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
@@ -257,8 +257,8 @@ def whatever_the_votes(settings: Settings) -> dict[str, Any]:
 
 def alike() -> list[dict[str, Any]]:
     """The sets that are not plotted, by the settings that the paper prints for them."""
-    from datalens.datasets import sources
-    from datalens.plan import topagg_plan
+    from datalens.data.named import sources
+    from datalens.plans.plan import topagg_plan
 
     found = []
     for name, data in ALIKE.items():

@@ -10,7 +10,7 @@ import numpy as np
 from datalens.privacy import bounds
 from datalens.privacy.ledger import upwards
 from datalens.reproduce.figure2 import COST, DELTA, EPSILON, TITLE, epsilon_by
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 COLUMNS = (
     *("panel", "queries", "rdp", "exact", "data_dependent", "smaller_of_both"),

@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from datalens.config import TrainOptions
-from datalens.datasets import sources
+from datalens.data.named import sources
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
 from datalens.progress import say
 from datalens.reproduce import appendix_a, dpsgd, figure2, runtime, table6, theory
 from datalens.reproduce.output import write
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from datalens.evaluate.classifiers import ClassifierName
@@ -241,8 +241,8 @@ def _run_cell(
     cell: Cell, scoring: Scoring, run: Path, device: str, *, data_folder: Path | None, accuracy_real: float | None
 ) -> dict[str, Any]:
     """Train, check the release, sample, score. The cell's seed is that of all of it; no path gets into the result."""
+    from datalens.driver import choose_device
     from datalens.released.release import sample
-    from datalens.training import choose_device
 
     assert cell.options is not None
     trained = _train(cell, run, device, data_folder)
@@ -275,8 +275,8 @@ def _run_cell(
 
 def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict[str, Any]:
     """The run of a cell, or the one that another cell has made with the same options, checked."""
+    from datalens.driver import train
     from datalens.released.verification import check_release
-    from datalens.training import train
 
     facts = run / "trained.json"
     if facts.exists() and not check_release(run / "release").problems:
@@ -304,9 +304,9 @@ def _utility(
     accuracy_real: float | None,
 ) -> dict[str, Any]:
     """Accuracy on real images of a classifier trained on the synthetic ones."""
-    from datalens.datasets import formats
+    from datalens.data import formats
+    from datalens.driver import choose_device
     from datalens.evaluate.utility import evaluate
-    from datalens.training import choose_device
 
     assert cell.options is not None
     data = cell.options["data"]

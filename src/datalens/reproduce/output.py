@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datalens.privacy.ledger import upwards
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from datalens.reproduce.harness import Cell, Table

@@ -61,11 +61,11 @@ def score(
     accuracy_real: float | None,
 ) -> dict[str, Any]:
     """Both figures of a cell, and the same of real images that the judge was not trained on."""
-    from datalens.datasets import formats
+    from datalens.data import formats
+    from datalens.driver import choose_device
     from datalens.evaluate.fid import fid
     from datalens.evaluate.inception import inception_score
     from datalens.evaluate.judge import judge
-    from datalens.training import choose_device
 
     assert cell.options is not None
     data, place, quick = cell.options["data"], choose_device(device), scoring.count < 10_000

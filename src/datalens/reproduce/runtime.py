@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from datalens.config import TrainOptions
+from datalens.options import TrainOptions
 from datalens.progress import say
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 TITLE = "Running time: seconds per epoch"
 PAPER = {2000: 149.92, 4000: 322.17}  # paper-size teachers on an RTX 2080 Ti
@@ -56,7 +56,7 @@ def measure(options: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
     """The median time of an epoch of a short run."""
     import torch
 
-    from datalens.training import choose_device, train
+    from datalens.driver import choose_device, train
 
     place = choose_device(device)
     train(

@@ -7,7 +7,7 @@ from typing import Any
 
 from datalens.progress import say
 from datalens.reproduce.runtime import measure
-from datalens.runs import write_atomically
+from datalens.run.folder import write_atomically
 
 COMPRESS = {"TopAgg": "topk-sign", "D²P-Fed": "klevel", "FetchSGD": "sketch"}
 QUICK = 500  # teachers

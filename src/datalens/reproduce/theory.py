@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datalens.config import TrainOptions
 from datalens.errors import DatalensError
+from datalens.options import TrainOptions
+from datalens.plans.settings import Settings
 from datalens.progress import bar, say
+from datalens.public import theorem6 as theorem
+from datalens.public import theorem6_choose
+from datalens.public import theorem6_tau as leftovers
+from datalens.reproduce import simulate
 from datalens.reproduce.compared import FEW_TEACHERS
-from datalens.runs import write_atomically
-from datalens.settings import Settings
-from datalens.theory import bound as theorem
-from datalens.theory import choose, simulate
-from datalens.theory import tau as leftovers
+from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import Contributions, Gradients
@@ -173,7 +174,7 @@ def summary(crew: Crew, curves: NDArray[np.float64], s: Settings) -> dict[str, A
         "k": s.k,
         "steps": s.steps,
     }
-    best = choose.suggest_k(**facts, shape=fitted.weibull_shape)
+    best = theorem6_choose.suggest_k(**facts, shape=fitted.weibull_shape)
     return {
         "name": crew.name,
         "options": crew.options,
@@ -187,7 +188,7 @@ def summary(crew: Crew, curves: NDArray[np.float64], s: Settings) -> dict[str, A
         "tau_at_k_most": float(curves[:, s.k].max()),
         "tau_at_k_worst": leftovers.worst(s.k, s.basis_size),
         "suggested": best.as_dict(),
-        "suggested_by_default": choose.suggest_k(**facts).as_dict(),
+        "suggested_by_default": theorem6_choose.suggest_k(**facts).as_dict(),
         "mean": [round(float(value), 6) for value in mean],
         "most": [round(float(value), 6) for value in curves.max(axis=0)],
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from datalens.theory import choose, tau
+from datalens.public import theorem6_choose, theorem6_tau
 
 
 def plot(lines: list[dict[str, Any]], shown: list[dict[str, Any]], path: Path) -> None:
@@ -43,8 +43,8 @@ def _tau(axes: Any, one: dict[str, Any]) -> None:
     ks = np.arange(d + 1)
     axes.plot(ks, one["mean"], label="measured, mean")
     axes.plot(ks, one["most"], ":", label="measured, most")
-    axes.plot(ks, tau.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
-    axes.plot(ks, tau.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
+    axes.plot(ks, theorem6_tau.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
+    axes.plot(ks, theorem6_tau.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
     axes.plot(ks, np.sqrt(1 - ks / d), color="#9aa5b1", label="worst of all")
     axes.set(xlabel="k", ylabel="τ_k", title=f"{one['name']}: what top-k leaves out")
     axes.legend(frameon=False, fontsize=8)
@@ -52,7 +52,7 @@ def _tau(axes: Any, one: dict[str, Any]) -> None:
 
 def _trade_off(axes: Any, one: dict[str, Any]) -> None:
     facts = {name: one[name] for name in ("dimensions", "teachers", "sigma", "k", "steps")}
-    bias, noise = choose.trade_off(**facts, shape=one["fit"]["weibull_shape"])
+    bias, noise = theorem6_choose.trade_off(**facts, shape=one["fit"]["weibull_shape"])
     ks = np.arange(1, one["dimensions"] + 1)
     axes.plot(ks, bias, label="bias of top-k")
     axes.plot(ks, noise, label="noise, at the best rate")

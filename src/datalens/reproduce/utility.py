@@ -85,7 +85,8 @@ def cells(full: bool) -> list[Cell]:
 
 def note(full: bool) -> str:
     how = (
-        f"Mean and spread of {SEEDS} seeds ({FEWER} for small ε and 64 pixels, {OF_PRINTED} for `{PAPER}`), each of them the whole pipeline: "
+        f"Mean and spread of {SEEDS} seeds ({FEWER} for small ε and 64 pixels, {OF_PRINTED} for `{PAPER}`), "
+        "each of them the whole pipeline: "
         "training, sampling, classifier."
         if full
         else f"**One seed, ε = 1, our default alone**: --full has {SEEDS} seeds, {COUNT} images, {EPOCHS} epochs."

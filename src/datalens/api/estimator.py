@@ -1,0 +1,301 @@
+"""DataLens from Python, in scikit-learn's habits: construct with plain values, `fit`, `sample`."""
+
+import math
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+from sklearn.base import BaseEstimator
+
+from datalens.errors import DatalensError, TamperedError
+from datalens.options import TrainOptions
+from datalens.run.scratch import Scratch
+
+if TYPE_CHECKING:
+    from datalens.released.synthetic import SyntheticDataset
+
+Path_ = str | Path
+
+
+class Certificate:
+    """What a release guarantees: `epsilon` and `delta` of its budget, and all of certificate.json by its names."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    @property
+    def epsilon(self) -> float:
+        """Of the budget, which was fixed before training."""
+        return float(self._fields["budget"]["epsilon"])
+
+    @property
+    def delta(self) -> float:
+        """The chance left that the promise of epsilon fails."""
+        return float(self._fields["budget"]["delta"])
+
+    @property
+    def epsilon_spent(self) -> float:
+        """For information; the guarantee is the budget's."""
+        return float(self._fields["epsilon_spent"])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"the certificate has no {name!r}") from None
+
+    def __repr__(self) -> str:
+        return f"<{self._fields['statement']}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of certificate.json."""
+        return dict(self._fields)
+
+
+# Options of `datalens train` that have another place here, or none: what is ignored in silence is not asked for.
+_NOT_HERE = ("data", "data_folder", "out", "resume", "json", "budget", "nominal_size")
+_OWN = ("epsilon", "delta", "method", "relation", "preset", "warm_start", "accountant", "noise", "seed", "device")
+_OF_FILES = ("label", "classes", "image_size", "grayscale", "record_id")
+
+
+class DataLens(BaseEstimator):
+    """Private labelled images in, synthetic ones out, with a differential-privacy certificate.
+
+    - `epsilon`, `delta`: the budget; delta well under 1 / number of records.
+    - `method`, `preset`, `warm_start`, `accountant`, `noise`: as `datalens train` has them.
+    - `relation`: add-remove (one record present or absent) or replace-one.
+    - `nominal_size`: about how many records there are, declared public. Left out, the true number is declared public,
+      with a warning: under add-remove it is private, since whoever knows all other records can tell from it whether
+      yours is there. (Under replace-one it is public anyway.)
+    - `classes`: the labels there can be, declared public. Left out, those that occur are, with a warning, and the
+      certificate's sentence says that it rests on that: the only record of a class gives itself away.
+    - `name`: of the data set, for the certificate.
+    - `seed`: of training randomness. Privacy noise comes from the operating system.
+    - `budget`: folder of the data set's own budget (docs/budget.md).
+    - `group_name`: what the ids given to `fit` as `groups` are, such as "patient". Needed with `budget`, which must
+      not add up what was paid for visits and for patients.
+    - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again, as it was
+      begun: with another `budget`, or one where it had none, it is refused.
+    - `options`: any other option of `datalens train`, such as `{"coordinates": 100}`.
+
+    Examples:
+        >>> from sklearn.datasets import load_digits
+        >>> from datalens import DataLens
+        >>> digits = load_digits()
+        >>> model = DataLens(epsilon=5.0, delta=1e-5, nominal_size=1800, classes=range(10), options={"texture": 0})
+        >>> model = model.fit(digits.images / 16, digits.target)
+        >>> synthetic = model.sample(100)
+        >>> synthetic.images.shape, synthetic.labels.shape
+        ((100, 8, 8, 1), (100,))
+        >>> print(model.certificate.statement)
+        (5, 1e-05)-differentially private for one image present or absent (add-remove), priced by the exact accountant.
+        >>> model.certificate.epsilon, model.certificate.delta, model.certificate.relation
+        (5.0, 1e-05, 'add-remove')
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        method: str = "datalens",
+        relation: Literal["add-remove", "replace-one"] = "add-remove",
+        nominal_size: int | None = None,
+        classes: Sequence[Any] | None = None,
+        name: str = "data",
+        preset: str | None = None,
+        warm_start: Literal["moments", "off"] | None = None,
+        accountant: Literal["exact", "rdp", "rdp-improved", "pld"] | None = None,
+        noise: Literal["discrete-gaussian", "gaussian"] | None = None,
+        seed: int = 0,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        budget: Path_ | None = None,
+        group_name: str | None = None,
+        out: Path_ | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.method = method
+        self.relation = relation
+        self.nominal_size = nominal_size
+        self.classes = classes
+        self.name = name
+        self.preset = preset
+        self.warm_start = warm_start
+        self.accountant = accountant
+        self.noise = noise
+        self.seed = seed
+        self.device = device
+        self.budget = budget
+        self.group_name = group_name
+        self.out = out
+        self.options = options
+
+    def fit(self, images: Any, labels: Any = None, *, groups: Any = None) -> "DataLens":
+        """Train, and keep the release. Records are read, and not kept.
+
+        - `images`: numpy or torch, uint8 or floats in [0, 1], `[n, height, width]` or with channels; or a Hugging Face
+          `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
+        - `labels`: one an image, whole numbers or names; left out, all images are of one class.
+        - `groups`: one id an image, text or whole numbers: whose it is. Then a person, with all of their images, is
+          what is protected, and what `nominal_size` counts; without it, each image is protected by itself.
+        """
+        from datalens.data.own.python import records_and_classes
+        from datalens.driver import train
+
+        counted = "records" if groups is None else "persons"
+        if groups is not None and self.budget is not None and not self.group_name:
+            raise DatalensError("say what the ids in groups are, such as group_name='patient': budget= counts by it")
+        if hasattr(self, "release_") and self.budget is None:
+            warnings.warn(
+                "a second fit spends a second epsilon on records that are in both: budget= keeps count of them",
+                stacklevel=2,
+            )
+        if self.nominal_size is None and self.relation == "add-remove":
+            warnings.warn(
+                f"the true number of {counted} is declared public; under add-remove it is private: say about how many "
+                "there are with nominal_size=",
+                stacklevel=2,
+            )
+        records, values = records_and_classes(
+            images,
+            labels,
+            nominal_size=self.nominal_size,
+            classes=self.classes,
+            ids=groups,
+            by_person=groups is not None,
+            name=self.name,
+            size_is_public=self.relation == "replace-one",
+        )
+        if "classes" in records.schema.given:
+            warnings.warn(
+                "the labels that occur are declared public, and the only record of a class gives itself away by them: "
+                "say which there can be with classes=",
+                stacklevel=2,
+            )
+        home = Scratch()  # for the owner's eyes only; gone with the model, or, if this is killed, when the next is made
+        run = Path(home.name) / "run" if self.out is None else Path(self.out)
+        asked = self._asked(run, group_name=self.group_name if groups is not None else None)
+        given = {*_OWN, *(self.options or {}), "noise_seed"} - {"device"}
+        given |= {name for name in ("budget", "record_id") if getattr(asked, name) is not None}
+        train(asked, given=given, records=records)
+        if self.out is None:  # all but the release is private, and nobody asked for it
+            for path in run.iterdir():
+                if path.name != "release":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._keep(run / "release", home)
+        self.classes_ = np.array(values)
+        return self
+
+    def sample(
+        self,
+        n: int = 10_000,
+        *,
+        labels: Sequence[int | str] | None = None,
+        balanced: bool = False,
+        seed: int | None = None,
+    ) -> "SyntheticDataset":
+        """`n` synthetic images: `.images`, `.labels` (numbers into `classes_`), `.to_torch()`, `.to_parquet(path)`, …
+
+        - `labels`: of these classes only, by name or number.
+        - `balanced`: as many of each class; else as often as they were counted, where they were.
+        - `seed`: the same gives the same images. Left out: the estimator's.
+        """
+        from datalens.released.release import sample
+
+        return sample(
+            self._release(), count=n, seed=self.seed if seed is None else seed, balanced=balanced, labels=labels
+        )
+
+    @property
+    def certificate(self) -> Certificate:
+        """What is guaranteed, read from the release, once it was found to stand."""
+        from datalens.released.verification import verified
+
+        return Certificate(verified(self._release()))
+
+    def save(self, path: Path_, *, force: bool = False) -> None:
+        """The release: generator, certificate, ledger, a picture. All of it may be handed on."""
+        from datalens.released.certificate import CERTIFICATE
+
+        source, target = self._release(), Path(path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            if not force or not (target / CERTIFICATE).is_file():
+                raise DatalensError(f"{path} exists: choose another name, or, for a release, pass force=True")
+            shutil.rmtree(target)
+        shutil.copytree(source, target, dirs_exist_ok=True)
+
+    def report(self, path: Path_) -> None:
+        """The release on one page for people, report.html; it may be handed on."""
+        from datalens.pages import check_may_replace
+        from datalens.released.report import page
+        from datalens.run.folder import write_atomically
+
+        check_may_replace(Path(path))
+        write_atomically(Path(path), page(self._release()))
+
+    @classmethod
+    def load(cls, path: Path_) -> "DataLens":
+        """A release that `save` or `datalens train` wrote, once its certificate was found to stand."""
+        from datalens.released.release import load_generator
+        from datalens.released.verification import check_release
+
+        release = Path(path)
+        found = check_release(release)
+        if found.problems:
+            raise TamperedError(f"the certificate of {path} does not stand: {found.problems[0]}")
+        model = cls()
+        home = Scratch()  # a copy: the folder may change or go
+        model._keep(Path(shutil.copytree(release, Path(home.name) / "release")), home)
+        said = model.certificate
+        model.set_params(
+            epsilon=said.epsilon,
+            delta=said.delta,
+            relation=said.relation,
+            accountant=said.accountant,
+            method=said.settings["method"],
+            seed=said.settings["seed"],
+            nominal_size=said.public["nominal_size"],
+            name=said.public["name"],
+        )
+        model.classes_ = np.array(load_generator(release)[1])
+        return model
+
+    def _asked(self, run: Path, *, group_name: str | None) -> TrainOptions:
+        options = dict(self.options or {})
+        if both := [name for name in options if name in _OWN]:
+            raise DatalensError(f"options: {both[0]!r} is a parameter of DataLens itself: give it there")
+        asked = {name: getattr(self, name) for name in _OWN} | options
+        kinds = get_type_hints(TrainOptions)
+        unknown = [name for name in asked if name not in kinds or name in (*_NOT_HERE, *_OF_FILES)]
+        if unknown:
+            raise DatalensError(f"options: {unknown[0]!r} is no option of `datalens train` that can be set from here")
+        for name, value in asked.items():
+            _check_choice(name, value, kinds[name])
+        folder = None if self.budget is None else Path(self.budget)
+        begun = (run / "config.json").is_file()
+        return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, record_id=group_name, **asked)
+
+    def _keep(self, release: Path, home: Scratch) -> None:
+        self._home, self.release_ = home, release
+
+    def _release(self) -> Path:
+        if not hasattr(self, "release_"):
+            raise DatalensError("this model has no release yet: call fit, or DataLens.load")
+        return self.release_
+
+
+def _check_choice(name: str, value: Any, kind: Any) -> None:
+    """The command line refuses what is none of the choices; here nobody has yet."""
+    parts = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    if choices and str not in parts and value is not None and value not in choices:
+        raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if kind is float and not (isinstance(value, int | float) and not math.isnan(value)):
+        raise DatalensError(f"{name} must be a number, not {value!r}")
+    if kind is int and type(value) is not int:
+        raise DatalensError(f"{name} must be a whole number, not {value!r}")

@@ -1,0 +1,44 @@
+"""`datalens compare`: several runs on one page."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from datalens.cli.output import Json, release_of, show
+from datalens.errors import DatalensError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Put runs side by side, with accuracy against ε where `datalens evaluate` was called. For the owner."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run or release folders."""
+    out: Path = Path("compare.html")
+    """The page."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.evaluate import compare
+        from datalens.pages import check_may_replace
+        from datalens.released.certificate import CERTIFICATE
+        from datalens.run.folder import write_atomically
+
+        if not self.runs:
+            raise DatalensError("say which runs: datalens compare runs/a runs/b")
+        check_may_replace(self.out)
+        if any((folder / CERTIFICATE).exists() for folder in self.out.resolve().parents):
+            raise DatalensError(
+                f"{self.out} would lie in a release, and the page is for the owner: choose another --out"
+            )
+        names = compare.names_of(self.runs)
+        entries = [compare.read(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)]
+        write_atomically(self.out, compare.page(entries), private=True)
+        fields = {
+            "out": str(self.out),
+            "for_the_owner_only": compare.measured(entries),
+            "runs": [entry.row() for entry in entries],
+        }
+        show(fields, [*compare.lines(entries), str(self.out)], json=self.json)
+        return 0

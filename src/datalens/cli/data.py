@@ -1,0 +1,69 @@
+"""`datalens data`: the named data sets."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, subcommand
+
+from datalens.cli.output import Json, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataList:
+    """Show the named data sets."""
+
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data.named import sources, weights
+
+        rows = []
+        for name in sources.names():
+            schema = sources.schema(name)
+            rows.append({**schema.as_dict(), "cached": sources.cached(name), "download": sources.downloadable(name)})
+        lines = [
+            f"{row['name']:17} {row['height']}x{row['width']}x{row['channels']}, {len(row['classes'])} classes, "
+            f"about {row['nominal_size']} records"
+            + (f" ({row['note']})" if row.get("note") else "")
+            + (
+                ""
+                if row["cached"]
+                else f"; {'get it' if row['download'] else 'by hand'}: datalens data get {row['name']}"
+            )
+            for row in rows
+        ]
+        for name, file in weights.WEIGHTS.items():
+            lines.append(
+                f"{name:17} {file.what}" + ("" if weights.cached(name) else f"; get it: datalens data get {name}")
+            )
+        show({"datasets": rows, "weights": list(weights.WEIGHTS)}, lines, json=self.json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGet:
+    """Bring a named data set into the cache ($DATALENS_HOME, else the platform's folder)."""
+
+    name: Positional[str]
+    """One of those `datalens data list` shows."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data.named import sources, weights
+
+        path = weights.get(self.name) if self.name in weights.WEIGHTS else sources.get(self.name)
+        show({"name": self.name, "path": str(path)}, [str(path)], json=self.json)
+        return 0
+
+
+Data = Annotated[DataList, subcommand("list")] | Annotated[DataGet, subcommand("get")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCommand:
+    """List the named data sets, or get one."""
+
+    action: Data
+
+    def __call__(self) -> int:
+        return self.action()

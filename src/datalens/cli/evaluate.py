@@ -1,0 +1,95 @@
+"""`datalens evaluate`: how useful, how varied and how faithful synthetic images are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from datalens.cli.output import DataFolder, Json, show, synthetic_of
+from datalens.errors import DatalensError
+from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Train classifiers on synthetic images, test them on real ones, and more. For the owner: not covered by ε."""
+
+    synthetic: Positional[Path]
+    """A run or release folder, or a file written by `datalens sample`."""
+    data: str
+    """The real data set to test on."""
+    data_folder: DataFolder = None
+    """Where a named data set lies that cannot be downloaded."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
+    """As for training; what is measured goes by images all the same."""
+    measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
+    """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
+    seeds: int = 3
+    """How many classifiers to train; mean and spread are reported."""
+    epochs: int = 10
+    """Epochs of each; the last one counts."""
+    count: int = 10_000
+    """Synthetic images, when a run is given."""
+    sizes: tuple[int, ...] = ()
+    """Accuracy for each of these numbers of synthetic images, say 1000 10000 100000; else for all of them."""
+    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "all"], ...] = ("paper",)
+    """paper: the paper's. augmented: of its size, with batch norm, on images that are moved and noised a little."""
+    features: Literal["own", "inception", "pixels"] = "own"
+    """Of fid and faithfulness. own: the data set's own classifier. inception: `datalens data get inception`."""
+    splits: int = 10
+    """Of the Inception Score."""
+    real: int = 60_000
+    """Real training images to compare with, and to train the data set's own classifier on, at most."""
+    judge_epochs: int = 15
+    """Epochs of the data set's own classifier."""
+    fresh: bool = False
+    """Measure again what was measured before; else it comes from the cache."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data import formats
+        from datalens.data.own.reading import Reading
+        from datalens.data.records import Dataset
+        from datalens.driver import choose_device
+        from datalens.evaluate import measures
+        from datalens.evaluate.classifiers import UTILITY
+
+        names = tuple(measures.KEYS) if "all" in self.measures else tuple(dict.fromkeys(self.measures))
+        classifiers = UTILITY if "all" in self.classifier else tuple(dict.fromkeys(self.classifier))
+        device = choose_device(self.device)
+        if min(self.sizes, default=1) < 1:
+            raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
+        needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
+        reading = Reading.of(self)
+        test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
+        dataset = synthetic_of(self.synthetic, needed)
+        settings = measures.Settings(
+            data=self.data,
+            sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
+            classifiers=classifiers,  # type: ignore[arg-type]
+            seeds=self.seeds,
+            epochs=self.epochs,
+            features=self.features,
+            splits=self.splits,
+            real=self.real,
+            judge_epochs=self.judge_epochs,
+        )
+
+        def training(most: int) -> Dataset:
+            return formats.load_some(self.data, most=most, folder=self.data_folder, reading=reading)
+
+        bench = measures.Bench(dataset, test, training, settings, device=device, fresh=self.fresh)
+        results = {}
+        for name in names:
+            results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]
+            if measures.is_run(self.synthetic):  # each as soon as it is there
+                measures.record(self.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
+        fields = {"note": measures.NOTE, **results.get("utility", {}), **results}
+        show(fields, measures.lines(results, dataset.classes), json=self.json)
+        return 0

@@ -1,0 +1,42 @@
+"""`datalens inspect`: a look at one's own data before anything is trained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from datalens.cli.output import Json, show
+from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Count and check your own images, and show what would be planned. For the owner only: not covered by ε."""
+
+    path: Positional[Path]
+    """A folder of images, or a .parquet, .csv, .npz or idx file: what --data of `train` takes."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: a round figure)")] = None
+    """For the plans: about how many records there are."""
+    delta: float = 1e-5
+    most: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    """Look into so many images only, drawn at random; all are counted."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data.own.reading import Reading
+        from datalens.errors import DatalensError
+        from datalens.evaluate import inspection
+
+        if self.most is not None and self.most < 1:
+            raise DatalensError(f"--most must be at least 1, not {self.most}")
+        found = inspection.inspect(
+            self.path, Reading.of(self), nominal_size=self.nominal_size, delta=self.delta, most=self.most
+        )
+        show(found, inspection.lines(found), json=self.json)
+        return 0

@@ -1,0 +1,135 @@
+"""`datalens plan`: what would be done, and what it would cost."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from datalens.cli.output import DataFolder, Json, show
+from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId, TrainOptions, WarmStart
+from datalens.plans.settings import MethodName, MomentSettings, NetworkName, Settings, TrainSettings
+
+_NOISE_OF_MOMENTS = (
+    "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
+    "covariance's noise by the squared clip norm"
+)
+
+
+if TYPE_CHECKING:
+    from datalens.data.schema import Schema
+    from datalens.public.theorem6_choose import Suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Show what `train` would do and what each part would cost. No record is read."""
+
+    data: Annotated[str, arg(metavar="NAME|PATH")]
+    """A named data set, or a file or folder of your own."""
+    data_folder: DataFolder = None
+    """Where a named data set lies that cannot be downloaded."""
+    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for your own data)")] = None
+    """For your own file or folder: about how many records it has, declared public."""
+    label: Label = None
+    classes: Classes = None
+    image_size: ImageSize = None
+    grayscale: Grayscale = False
+    record_id: RecordId = None
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    relation: Literal["add-remove", "replace-one"] = "add-remove"
+    accountant: Annotated[
+        Literal["exact", "rdp", "rdp-improved", "pld"] | None,
+        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
+    ] = None
+    method: MethodName | str = "datalens"
+    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
+    """As for `train`."""
+    warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
+    network: Annotated[NetworkName | None, arg(help_behavior_hint="(default: from the preset)")] = None
+    teachers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data import formats
+        from datalens.data.own.reading import Reading
+        from datalens.data.records import check_fixed_positions
+        from datalens.peers.settings import PeerSettings
+        from datalens.plans.guidance import costs, expect, read_off_warnings, suggestion, warnings
+        from datalens.plans.plan import make_plan
+        from datalens.privacy.ledger import json_number
+
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        reading = Reading.of(self)
+        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
+        looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
+        budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
+        if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
+            check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
+        parts = costs(settings, schema, budget)
+        expected = expect(settings, schema, budget)
+        heard = warnings(budget, schema, settings) + read_off_warnings(schema)
+        if isinstance(settings, PeerSettings):
+            how, signal = settings.said(), settings.signal
+        elif isinstance(settings, MomentSettings):
+            how, signal = "from private moments", _NOISE_OF_MOMENTS
+        else:
+            how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
+        suggested = suggestion(settings)
+        seconds = _seconds(settings, schema)
+        lines = [
+            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
+            f"budget: {budget.describe(budget.epsilon)}",
+            *([] if seconds is None else [f"time: {_duration(seconds)} on this CPU, by a timed step on random images"]),
+            *(f"expect: {line}" for line in expected),
+            "",
+            f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
+            *(
+                f"{part['release']:24} {part['share']:13.1%} {part['cells']:9} {part['sensitivity']:12.6g} "
+                f"{part['sigma']:12.6g} {part['noise_to_signal']:13.2g}"
+                for part in parts
+            ),
+            "",
+            f"noise/signal: {signal}",
+            "",
+            *(f"{name} = {value}" for name, value in settings.as_dict().items()),
+            *(["", _advice(suggested, settings)] if suggested and isinstance(settings, Settings) else ()),
+            *(f"warning: {line}" for line in heard),
+        ]
+        parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
+        fields: dict[str, Any] = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
+        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
+        if suggested:
+            fields["suggested"] = suggested.as_dict()
+        if seconds is not None:
+            fields["seconds"] = round(seconds, 1)
+        show(fields, lines, json=self.json)
+        return 0
+
+
+def _seconds(settings: TrainSettings, schema: "Schema") -> float | None:
+    """Estimate how long training takes where teachers vote; None for every other method."""
+    if not isinstance(settings, Settings):
+        return None
+    from datalens.methods.datalens import seconds_a_step
+
+    return settings.steps * seconds_a_step(settings, schema)
+
+
+def _duration(seconds: float) -> str:
+    """About how long, for a person."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
+
+
+def _advice(best: "Suggestion", settings: Settings) -> str:
+    """What Theorem 6 says; what is done stays what was asked for."""
+    return (
+        f"suggestion: --k {best.k} (here {settings.k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
+        f"and noise of {best.noise:.2g} squared gradients, for gradients of Weibull shape {best.shape:g} "
+        "(docs/theory.md)"
+    )

@@ -1,0 +1,48 @@
+"""`datalens report`: a run as pages for people."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from datalens.cli.output import Json, release_of, show
+from datalens.errors import DatalensError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write release/report.html, which may be handed on, and owner.html, which may not."""
+
+    run: Positional[Path]
+    """A run folder; or a release folder by itself, which has no owner's page."""
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html in the release)")] = None
+    """Write the page that may be handed on there instead."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.evaluate import owner_report
+        from datalens.pages import OWNER, REPORT, check_may_replace
+        from datalens.released import report
+        from datalens.released.verification import check_release
+        from datalens.run.folder import write_atomically
+
+        release = release_of(self.run)
+        target = self.out or release / REPORT
+        if self.out is not None:
+            check_may_replace(target)
+        # The old page may be of an older certificate: it is about to be replaced.
+        found = check_release(release)
+        problems = [problem for problem in found.problems if not problem.startswith(REPORT)]
+        if problems:
+            raise DatalensError(f"the certificate of {self.run} does not stand: see `datalens verify {self.run}`")
+        write_atomically(target, report.page(release))
+        fields = {"report": str(target), "owner": None, "private": found.private}
+        lines = [f"{target}: {'may be handed on' if found.private else 'NOT PRIVATE, do not hand on'}"]
+        if (self.run / "config.json").is_file():
+            owner = self.run / OWNER
+            write_atomically(owner, owner_report.page(self.run), private=True)
+            fields["owner"] = str(owner)
+            lines.append(f"{owner}: not covered by ε, do not publish")
+        show(fields, lines, json=self.json)
+        return 0

@@ -1,0 +1,59 @@
+"""`datalens sample`: synthetic images into a file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from datalens.cli.output import Json, release_of, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Draw synthetic images from a run or a release folder."""
+
+    run: Positional[Path]
+    """A run folder, or its release folder."""
+    out: Path
+    """synth.npz, synth.parquet, or a folder/ of PNG files."""
+    count: int = 10_000
+    """How many images. Classes come as often as records of them were counted, where the release has counts."""
+    only: Annotated[
+        tuple[str, ...], arg(name="class", metavar="NAME|NUMBER …", help_behavior_hint="(default: all)")
+    ] = ()
+    """Images of this class only, or of these: --class 3 5."""
+    balanced: bool = False
+    """As many images of every class."""
+    seed: int = 0
+    """The same seed gives the same images."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where; images from a GPU differ from a CPU's in the last bits."""
+    force: bool = False
+    """Replace --out if it exists."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.driver import choose_device
+        from datalens.released.release import sample
+        from datalens.released.saving import check_target, save
+
+        check_target(self.out, force=self.force)  # before the work, not after it
+        dataset = sample(
+            release_of(self.run),
+            count=self.count,
+            seed=self.seed,
+            balanced=self.balanced,
+            labels=self.only or None,
+            device=choose_device(self.device),
+        )
+        save(dataset, self.out, force=self.force)
+        said = dataset.certificate
+        fields = {"out": str(self.out), "count": len(dataset.images), "private": said["private"]}
+        budget = said.get("budget")
+        budget = budget if isinstance(budget, dict) else {}  # `verify` is who judges it
+        fields |= {"epsilon": budget.get("epsilon"), "delta": budget.get("delta"), "relation": said.get("relation")}
+        fields |= {"accountant": said.get("accountant"), "unit": said.get("privacy_unit")}
+        fields["statement"] = statement = said["statement"]
+        show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
+        return 0

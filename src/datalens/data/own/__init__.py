@@ -1,0 +1,1 @@
+"""The user's own data, in any of its formats."""

@@ -1,0 +1,167 @@
+"""A folder of images: class/xxx.png, or all in one folder without classes; train/ and test/ above that, if there.
+
+The classes are the folders that are there, with images in them or not: a class does not come or go with a record.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes
+from datalens.data.pixels import SUFFIXES
+from datalens.errors import DatalensError
+from datalens.progress import say_once
+
+# Files that may lie about; any other is refused by name, since it may be meant as an image.
+BESIDE = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".md", ".xml", ".yaml", ".yml", ".html", ".ini", ".db", ".log")
+PREFIX, FOLDER = "prefix", "folder"  # --record-id: the file's name up to the first _; the folder that holds the file
+
+
+def image_folder(path: Path, split: str, reading: Reading) -> Found:
+    if reading.record_id not in (None, PREFIX, FOLDER):
+        raise DatalensError(
+            f"--record-id {reading.record_id}: in a folder of images it is {PREFIX} (file names up to the first _) or "
+            f"{FOLDER} (the folder that holds the file); for a column, name a .csv or .parquet file with --data"
+        )
+    if reading.label not in (None, NONE):
+        raise DatalensError(
+            f"--label {reading.label}: in a folder of images folders are the classes; leave it out, write {NONE}, or "
+            "put a metadata.csv with that column there"
+        )
+    root = split_folder(path, split)
+    top = sorted(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
+    unknown: list[str] = []
+    files = list(_files(root, "", unknown))
+    if unknown:
+        raise DatalensError(_is_no_image(unknown))
+    if not files:
+        raise DatalensError(f"{root} holds no image: put {', '.join(SUFFIXES)} files there, in a folder for each class")
+    loose = next((name for name in files if "/" not in name), None)
+    labelled = reading.label is None and bool(top)
+    if labelled and loose is not None:
+        raise DatalensError(
+            f"{root / loose} lies beside folders of classes: put it into one, or add --label {NONE} for no classes"
+        )
+    names = [name.split("/")[0] for name in files] if labelled else [ALL] * len(files)
+    declared = reading.named_classes() if labelled else None
+    classes: tuple[str, ...] = (ALL,)
+    origin = ""
+    if labelled:
+        trained = top if root == path or split == "train" else _classes_of(split_folder(path, "train"))
+        classes, origin = declared or tuple(trained), "" if declared else "the names of folders"
+    check_classes(classes, f"{root}")
+    if doubt := _may_merge_persons(files, reading.record_id, labelled=labelled):
+        say_once(f"warning: {doubt}: check that it is one, since who shares an id is not protected (docs/persons.md)")
+    number = {name: i for i, name in enumerate(classes)}
+    strange = next((name for name in names if name not in number), None)
+    if strange is not None:
+        raise DatalensError(f"{root / strange} is none of the classes {', '.join(classes)[:200]}: move it, or name it")
+    return Found(
+        path=path,
+        classes=classes,
+        classes_from=origin,
+        encoded=Files(
+            paths=[os.path.join(root, name) for name in files],
+            labels=np.array([number[name] for name in names], dtype=np.int64),
+            ids=[_identity(name, reading.record_id) for name in files],
+        ).encoded,
+    )
+
+
+def split_folder(path: Path, split: str) -> Path:
+    """Where there are train/ and nothing but splits, the one asked for; else all of it is for training."""
+    try:
+        there = _classes_of(path)
+    except NotADirectoryError:
+        raise DatalensError(f"{path} is not a folder") from None
+    split_up = "train" in there and set(there) <= {"train", *TEST}
+    if split == "train":
+        return path / "train" if split_up else path
+    found = next((name for name in TEST if split_up and name in there), None)
+    if found is None:
+        raise DatalensError(
+            f"{path} has no test images: put those for training into {path / 'train'}, others into {path / 'test'}"
+        )
+    return path / found
+
+
+def _classes_of(path: Path) -> list[str]:
+    return sorted(entry.name for entry in _entries(path) if entry.is_dir(follow_symlinks=False))
+
+
+def _identity(name: str, rule: str | None) -> str:
+    """Of the record, or of the person."""
+    if rule is None:
+        return name
+    folder, _, last = name.rpartition("/")
+    found = last.partition("_")[0] if rule == PREFIX else folder.rpartition("/")[2]
+    if rule == PREFIX and "_" not in last:
+        raise DatalensError(f"{name} has no _ in its name, so no prefix says whose it is: rename it, as person_1.png")
+    return found
+
+
+def _may_merge_persons(files: list[str], rule: str | None, *, labelled: bool) -> str:
+    """Why several persons may have one id, where the names look like it.
+
+    | rule | looks like it |
+    |---|---|
+    | prefix | anna_smith_1.png and anna_jones_1.png, where no other prefix has a smith or a jones: as all have a left |
+    | folder | cat/1.png, where cat is a class |
+    """
+    if rule == FOLDER and labelled:
+        flat = next((name for name in files if name.count("/") == 1), None)
+        whole = "--record-id folder makes one person of all images in class"
+        return "" if flat is None else f"{whole} {flat.split('/')[0]}"
+    if rule != PREFIX:
+        return ""
+    parts: dict[str, dict[str, str]] = {}  # what stands between prefix and number → a file of it, by prefix
+    for name in files:
+        prefix, _, rest = os.path.splitext(name.rpartition("/")[2])[0].partition("_")
+        middle = re.sub(r"[_-]?\d+$", "", rest) if re.search(r"[_-]\d+$", rest) else rest
+        if any(letter.isalpha() for letter in middle):
+            parts.setdefault(prefix, {})[middle] = name
+    prefixes = Counter(middle for those in parts.values() for middle in those)
+    for prefix, those in parts.items():
+        own = [name for middle, name in those.items() if prefixes[middle] == 1]
+        if len(own) > 1:
+            return f"--record-id prefix makes one person, {prefix}, of {own[0]} and {own[1]}"
+    return ""
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is there and does not begin with a dot, by name."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
+    except FileNotFoundError:
+        raise DatalensError(f"{folder} does not exist") from None
+    except PermissionError:
+        raise DatalensError(f"{folder} may not be read: check its permissions") from None
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def _is_no_image(paths: list[str]) -> str:
+    others = len(paths) - 1
+    also = "" if not others else ", nor is another" if others == 1 else f", nor are {others} others"
+    it = "them" if others else "it"
+    return f"{paths[0]} is no {', '.join(SUFFIXES)} file{also}: convert {it}, or take {it} out"
+
+
+def _files(folder: Path, below: str, unknown: list[str]) -> Iterator[str]:
+    """Names of image files under the root, with / between. `unknown` is filled with what may be meant as an image."""
+    for entry in _entries(folder):
+        name = below + entry.name
+        if entry.is_symlink():
+            raise DatalensError(f"{entry.path} is a symbolic link: put the file itself there, or name it in a .csv")
+        if entry.is_dir():
+            yield from _files(Path(entry.path), f"{name}/", unknown)
+        elif not entry.is_file():
+            raise DatalensError(f"{entry.path} is no file: take it out")
+        elif entry.name.lower().endswith(SUFFIXES):
+            yield name
+        elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":
+            unknown.append(entry.path)

@@ -1,0 +1,212 @@
+"""The user's own images: a folder, parquet files, a CSV of paths. What is public about them, and the stream of them.
+
+Under add/remove one record must not decide what is called public. So classes, size and channels are declared, by
+options; or they are read off the data, and the schema's note, which every certificate repeats, says that the owner
+declares them public by going on. How many records there are is always declared.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datalens.data.images import Encoded, ImageRecords
+from datalens.data.pixels import kind_of, to_pixels
+from datalens.data.records import block_records
+from datalens.data.regular import read_regular
+from datalens.data.schema import IMAGE, PERSON, READ_OFF, Schema
+from datalens.errors import DatalensError
+
+SMALLEST, LARGEST, MOST_CLASSES = 8, 128, 1000
+ALL = "all"  # the class of images without labels
+NONE = "none"  # --label none: there are no labels, whatever folders or columns there are
+TEST = ("test", "val", "valid", "validation")  # folders beside train/, the first that is there is the test split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How own data is to be read: the options of that name."""
+
+    label: str | None = None
+    classes: str | None = None
+    image_size: str | None = None
+    grayscale: bool = False
+    record_id: str | None = None
+
+    @classmethod
+    def of(cls, options: Any) -> "Reading":
+        """From a command, or from the options that a run remembers (older ones have none of these)."""
+        known = options if isinstance(options, dict) else vars(options)
+        for name in cls.__dataclass_fields__:
+            if not isinstance(known.get(name), bool if name == "grayscale" else str) and known.get(name) is not None:
+                raise DatalensError(f"--{name.replace('_', '-')} cannot be {str(known[name])[:40]!r}")
+        return cls(**{name: known[name] for name in cls.__dataclass_fields__ if known.get(name) is not None})
+
+    @property
+    def given(self) -> str | None:
+        """The first option that was given, if any."""
+        return next((name.replace("_", "-") for name, value in vars(self).items() if value), None)
+
+    @property
+    def unit(self) -> str:
+        return IMAGE if self.record_id is None else PERSON
+
+    def size(self) -> tuple[int, int] | None:
+        """Height and width."""
+        if self.image_size is None:
+            return None
+        found = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", self.image_size)
+        if found is None:
+            raise DatalensError(f"--image-size must be 32, or HEIGHTxWIDTH as 32x48, not {self.image_size}")
+        height = int(found[1])
+        return height, int(found[2] or height)
+
+    def named_classes(self) -> tuple[str, ...] | None:
+        """Those of --classes, in their order."""
+        if self.classes is None:
+            return None
+        try:
+            listed = self.classes.split(",")
+            if os.path.isfile(self.classes):  # which is false, and no error, for a list too long for a name
+                listed = Path(self.classes).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatalensError(f"--classes {self.classes} cannot be read ({error})") from None
+        names = tuple(name.strip() for name in listed if name.strip())
+        if not names or len(set(names)) != len(names):
+            raise DatalensError(
+                f"--classes must be distinct names with commas between, or a file of them, not {self.classes}"
+            )
+        return names
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """Images that are listed, and not decoded yet."""
+
+    path: Path
+    classes: tuple[str, ...]
+    classes_from: str  # where they were read off; "" where they were declared
+    encoded: Callable[[int], Iterator[Encoded]]  # so many at a time
+    fixed_positions: bool = False  # True only where they come from a list
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Files:
+    """Image files, in their order."""
+
+    paths: list[str]
+    labels: np.ndarray
+    ids: list[str]  # of records, or of persons
+
+    def encoded(self, size: int) -> Iterator[Encoded]:
+        for start in range(0, len(self.paths), size):
+            paths = self.paths[start : start + size]
+
+            def read(i: int, paths: list[str] = paths) -> bytes:
+                try:
+                    return read_regular(paths[i])
+                except (OSError, ValueError) as error:
+                    why = getattr(error, "strerror", None) or error
+                    raise DatalensError(f"{paths[i]} cannot be read ({why}): mend it, or leave it out") from None
+
+            yield Encoded(
+                index=np.arange(start, start + len(paths), dtype=np.int64),
+                labels=self.labels[start : start + size],
+                ids=list(self.ids[start : start + size]),
+                names=paths,
+                read=read,
+            )
+
+
+def numbered(values: list[str], reading: Reading, *, origin: str) -> tuple[np.ndarray, tuple[str, ...], str]:
+    """Labels as numbers, the classes, and where these were read off ("": declared)."""
+    declared = reading.named_classes()
+    classes = declared or tuple(sorted(set(values), key=_by_number))
+    check_classes(classes, origin)
+    number = {name: i for i, name in enumerate(classes)}
+    strange = next((value for value in values if value not in number), None)
+    if strange is not None:
+        raise DatalensError(f"{origin} has {strange!r}, which is not among --classes: add it there, or mend the data")
+    return np.array([number[value] for value in values], dtype=np.int64), classes, "" if declared else origin
+
+
+def check_classes(classes: tuple[str, ...], origin: str) -> None:
+    if len(classes) > MOST_CLASSES:
+        raise DatalensError(
+            f"{origin} makes {len(classes)} classes, more than {MOST_CLASSES}: choose another --label, or --label none"
+        )
+
+
+def _by_number(name: str) -> tuple[int, int, str]:
+    """2 before 10; numbers before names."""
+    return (0, int(name), "") if re.fullmatch(r"-?\d{1,15}", name) else (1, 0, name)
+
+
+def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRecords:
+    """The stream, as the schema that goes with it says."""
+    schema = _schema(found, reading, nominal_size)
+    resize = reading.image_size is not None
+
+    def decoder(data: bytes, name: str) -> np.ndarray:
+        return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
+
+    return ImageRecords(
+        schema=schema,
+        encoded=lambda: found.encoded(block_records(schema)),
+        decoder=decoder,
+        fixed_positions=found.fixed_positions,
+    )
+
+
+def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
+    size, channels = reading.size(), 1 if reading.grayscale else None
+    read_off = [f"the classes ({found.classes_from})"] if found.classes_from else []
+    if size is None or channels is None:
+        kind = kind_of(*_first(found))
+        if size is None:
+            size = (kind.height, kind.width)
+            read_off.append("the size of an image")
+        if channels is None:
+            channels = 1 if kind.grey else 3
+            read_off.append("whether images are grey")
+    check_size(size)
+    note = f"{READ_OFF}: {', '.join(read_off)}" if read_off else ""
+    return Schema(
+        name=found.path.name,
+        height=size[0],
+        width=size[1],
+        channels=channels,
+        classes=found.classes,
+        nominal_size=nominal_size,
+        record_unit=reading.unit,
+        note=note,
+    )
+
+
+def check_size(size: tuple[int, int]) -> None:
+    if not all(SMALLEST <= side <= LARGEST for side in size):
+        raise DatalensError(
+            f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: bring them "
+            "to a size of these with --image-size"
+        )
+
+
+def check_not_larger(schema: Schema) -> None:
+    """Raise if images that are arrays already, or their classes, are more than can be worked with."""
+    if max(schema.height, schema.width) > LARGEST:
+        raise DatalensError(
+            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: bring them "
+            "to a smaller size (for files, with --image-size)"
+        )
+    check_classes(schema.classes, schema.name)
+
+
+def _first(found: Found) -> tuple[bytes, str]:
+    some = next((some for some in found.encoded(1) if len(some.index)), None)
+    if some is None:
+        raise DatalensError(f"{found.path} holds no image")
+    return some.read(0), some.names[0]

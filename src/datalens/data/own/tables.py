@@ -1,0 +1,167 @@
+"""Lists of images with columns: a CSV of paths, or parquet files in the Hugging Face convention."""
+
+import csv
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes, numbered
+from datalens.data.parquet import encoded_rows, is_one_table
+from datalens.data.regular import check_regular
+from datalens.errors import DatalensError
+
+PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
+LABEL, SPLIT = "label", "split"  # columns that are used where they are there and no other is named
+
+
+def csv_list(path: Path, split: str, reading: Reading) -> Found:
+    """One image a line. Paths are relative to the folder of the CSV; a column `split` tells train from test."""
+    columns, rows = _csv(path)
+    where = next((name for name in PATHS if name in columns), None)
+    if where is None:
+        raise DatalensError(f"{path} has no column {' or '.join(PATHS)}; its columns are {', '.join(columns)}")
+    label, record_id = _label(columns, reading), reading.record_id
+    for name in (where, label, record_id):
+        if name is not None and name not in columns:
+            option = "--record-id" if name == record_id else "--label"
+            raise DatalensError(f"{path} has no column {name}; its columns are {', '.join(columns)}: change {option}")
+        gap = None if name is None else next((i for i, row in enumerate(rows) if not row[name].strip()), None)
+        if gap is not None:
+            raise DatalensError(f"{path}: record {gap + 1} has no {name}: every record needs one")
+    classes: tuple[str, ...] = (ALL,)
+    labels, origin = np.zeros(len(rows), np.int64), ""
+    if label is not None:
+        labels, classes, origin = numbered([row[label].strip() for row in rows], reading, origin=f"column {label}")
+    member = _members(path, rows, split, there=SPLIT in columns and label != SPLIT)
+    files = [rows[i][where].strip() for i in member]
+    ids = files if record_id is None else [rows[i][record_id] for i in member]
+    listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
+    return Found(path=path, classes=classes, classes_from=origin, encoded=listed.encoded, fixed_positions=True)
+
+
+def _members(path: Path, rows: list[dict[str, str]], split: str, *, there: bool) -> list[int]:
+    """Which rows are of the split."""
+    if split != "train" and not there:
+        raise DatalensError(f"{path} has no test images: add a column {SPLIT} that says train or test")
+    wanted = ("train", "") if split == "train" else TEST
+    member = [i for i, row in enumerate(rows) if not there or row[SPLIT].strip().lower() in wanted]
+    if not member:
+        raise DatalensError(f"{path} lists no image for {'training' if split == 'train' else 'testing'}")
+    return member
+
+
+def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    check_regular(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            columns = list(reader.fieldnames or ())
+            rows = list(reader)
+    except FileNotFoundError:
+        raise DatalensError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatalensError(f"{path} is not a readable CSV file ({error})") from None
+    uneven = next((i for i, row in enumerate(rows) if None in row or None in row.values()), None)
+    if uneven is not None:
+        raise DatalensError(f"{path}: record {uneven + 1} has more or fewer fields than the first line names")
+    return columns, rows
+
+
+def _label(columns: Sequence[str], reading: Reading) -> str | None:
+    """Which column, if any: the one named, or `label` where it is there."""
+    if reading.label == NONE or (reading.label is None and LABEL not in columns):
+        return None
+    return reading.label or LABEL
+
+
+def parquet_list(path: Path, split: str, reading: Reading) -> Found:
+    """A file, or a folder of train*.parquet and test*.parquet (or of files that are all for training)."""
+    files = _parquet_files(path, split)
+    for file in files:
+        check_regular(file)
+    schema = _parquet_schema(files[0])
+    label = _label([name.lower() for name in schema.names], reading)
+    label = None if label is None else label.lower()
+    record_id = None if reading.record_id is None else reading.record_id.lower()
+    columns = tuple(dict.fromkeys(name for name in (label, record_id) if name is not None))
+    classes: tuple[str, ...] = (ALL,)
+    origin, given = "", None
+
+    def labels(values: dict[str, np.ndarray]) -> np.ndarray:
+        if label is None:
+            return np.zeros(len(next(iter(values.values()))), np.int64)
+        found = values[label].tolist()
+        numbers = {str(name): i for i, name in enumerate(classes)}
+        result = [one if given is not None else numbers.get(str(one), -1) for one in found]
+        if not all(type(one) is int and 0 <= one < len(classes) for one in result):
+            raise DatalensError(f"{path}: column {label} has a value that is none of the {len(classes)} classes")
+        return np.array(result, dtype=np.int64)
+
+    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # and the files are looked at
+    if label is not None:
+        given = _class_names(schema, label) if reading.classes is None else None
+        if given is not None:
+            classes, origin = given, f"the names that column {label} comes with"
+        else:
+            train = files if split == "train" else _parquet_files(path, "train")
+            _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
+        check_classes(classes, f"column {label}")
+    return Found(path=path, classes=classes, classes_from=origin, encoded=stream, fixed_positions=is_one_table(files))
+
+
+def _parquet_files(path: Path, split: str) -> list[Path]:
+    if path.is_file() or path.suffix == ".parquet":
+        if split == "train":
+            return [path]
+        raise DatalensError(f"{path} has no test images: put train.parquet and test.parquet into a folder, and name it")
+    every = sorted(path.glob("*.parquet"))
+    split_up = any(file.name.startswith("train") for file in every)
+    if split == "train" and not split_up:
+        return every
+    starts = ("train",) if split == "train" else ("test", "val")
+    named = ([file for file in every if file.name.startswith(start)] for start in starts)
+    found = next((files for files in named if files), [])
+    if not found:
+        raise DatalensError(f"{path} has no test images: put test.parquet there, beside train.parquet")
+    return found
+
+
+def _parquet_schema(file: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except FileNotFoundError:
+        raise DatalensError(f"{file} does not exist") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DatalensError(f"{file} is not a readable parquet file ({error})") from None
+
+
+def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
+    """Of a Hugging Face ClassLabel, which the file names beside its columns."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = {name.lower(): feature for name, feature in features.items()}[label]["names"]
+        return tuple(str(name) for name in names) or None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _distinct(files: Sequence[Path], label: str) -> list[str]:
+    found: set[str] = set()
+    for file in files:
+        real = {name.lower(): name for name in _parquet_schema(file).names}
+        if label not in real:
+            raise DatalensError(
+                f"{file} has no column {label}; its columns are {', '.join(real.values())}: change --label"
+            )
+        try:
+            with pq.ParquetFile(file) as opened:
+                for batch in opened.iter_batches(columns=[real[label]]):
+                    found |= {str(one) for one in batch.column(0).unique().to_pylist() if one is not None}
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DatalensError(f"{file} cannot be read to its end ({error})") from None
+    return sorted(found)

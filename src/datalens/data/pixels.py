@@ -1,0 +1,137 @@
+"""What an image file of the user's becomes: one rule for every kind, and a line for every kind that is refused.
+
+| kind | becomes |
+|---|---|
+| grey, colour, palette, black and white | itself |
+| grey of 16 bits | value / 257, rounded: 65535 is white |
+| with transparency | what is seen of it on a white page |
+| CMYK | colour by the plain formula, without a colour profile |
+| turned by its camera (EXIF) | upright |
+| grey, where the first is in colour | three equal planes |
+| colour, with --grayscale | its luma (ITU-R 601-2) |
+| colour, where the first is grey, and no --grayscale | refused |
+| several frames, 32-bit or other values | refused |
+
+Where --image-size says so, the largest centred part of that shape is cut out and resized (bilinear, averaging what is
+left out); else all images must have one size.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from datalens.data.images import MOST_PIXELS
+from datalens.data.schema import Schema
+from datalens.errors import DatalensError
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_GREY = ("1", "L", "LA", "La", *_DEEP)
+_COLOUR = ("P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of an image from its first bytes."""
+
+    height: int
+    width: int
+    mode: str
+
+    @property
+    def grey(self) -> bool:
+        return self.mode in _GREY
+
+
+def kind_of(data: bytes, name: str) -> Kind:
+    image = _opened(data, name)
+    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # lying on its side
+    width, height = reversed(image.size) if turned else image.size
+    return Kind(height=height, width=width, mode=image.mode)
+
+
+def checked_kind(data: bytes, name: str) -> Kind:
+    """The same, once all of it was decoded without complaint."""
+    kind = kind_of(data, name)
+    as_is = Schema(name="", height=kind.height, width=kind.width, channels=3, classes=("all",), nominal_size=1)
+    to_pixels(data, name, as_is, resize=True, grayscale=False)
+    return kind
+
+
+def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale: bool) -> np.ndarray:
+    """uint8 [h, w, c]. Of what shape the others are, `schema` says; what is to be done about it, the options."""
+    image = _opened(data, name)
+    if schema.channels == 1 and not grayscale and image.mode not in _GREY:
+        raise DatalensError(f"{name} is in colour where the first image is grey: add --grayscale, or leave it out")
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        flat = _deep(image) if image.mode in _DEEP else _on_white(image)
+    except MemoryError:
+        raise
+    except DatalensError:
+        raise
+    except Exception as error:  # Pillow has many kinds for damaged bytes
+        raise _unreadable(name, error) from None
+    goal = (schema.width, schema.height)
+    if flat.size != goal and not resize:
+        raise DatalensError(
+            f"{name} is {flat.height}x{flat.width} where the first image is {schema.height}x{schema.width}: say to "
+            f"what size all are brought, --image-size {schema.height}x{schema.width} or another"
+        )
+    flat = flat.convert("L" if schema.channels == 1 else "RGB")
+    return np.asarray(fitted(flat, goal)).reshape(schema.height, schema.width, schema.channels)
+
+
+def fitted(image: Image.Image, goal: tuple[int, int]) -> Image.Image:
+    """The largest centred part of the shape of `goal` (width, height), resized to it."""
+    if image.size == goal:
+        return image
+    scale = min(image.width / goal[0], image.height / goal[1])
+    width, height = (max(1, min(have, round(scale * want))) for have, want in zip(image.size, goal, strict=True))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height)).resize(goal, Image.Resampling.BILINEAR)
+
+
+def _opened(data: bytes, name: str) -> Image.Image:
+    if not data:
+        raise DatalensError(f"{name} is empty (0 bytes): mend it, or leave it out")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} pixels are more than the limit of 2^26")
+        frames = getattr(image, "n_frames", 1) if image.format in ("PNG", "WEBP") else 1
+        if frames > 1:
+            raise ValueError(f"it has {frames} frames")
+        if image.mode not in (*_GREY, *_COLOUR):
+            raise ValueError(f"images of mode {image.mode} are not read")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _unreadable(name, error) from None
+    return image
+
+
+def _unreadable(name: str, error: Exception) -> DatalensError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if "BytesIO object" in reason:
+        reason = "it is no PNG, JPEG or WebP"
+    return DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave it out")
+
+
+def _deep(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("its values are of more than 16 bits")
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Without transparency."""
+    if image.mode not in ("LA", "La", "PA", "RGBA") and "transparency" not in image.info:
+        return image
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")

@@ -1,0 +1,1 @@
+"""Attempts to prove a claimed guarantee wrong."""

@@ -1,0 +1,154 @@
+"""Of one watched run: is its noise what was charged, new, and the operating system's, and is every release paid for?"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from datalens.evaluate.audits.wiring_runs import Ran
+from datalens.evaluate.audits.wiring_tape import Crossing, Draw
+from datalens.privacy.events import LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
+from datalens.privacy.ledger import read_ledger
+
+SECURE = "operating-system"
+NOISE = ("standard_normal", "integers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`kind`: records, secrets, moved, sampling, noise, charges or stamp."""
+
+    kind: str
+    what: str
+
+
+def draws_of(crossing: Crossing) -> np.ndarray:
+    """All noise of a release."""
+    parts = [draw.values.ravel().astype(np.float64) for draw in crossing.draws if draw.kind in NOISE]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def block(draw: Draw) -> bytes:
+    """Noise that cannot be the same twice by chance; nothing of other draws."""
+    return draw.values.tobytes() if draw.kind in NOISE and draw.values.size >= 16 else b""
+
+
+def noise_faults(ran: Ran, *, units: int) -> Iterator[Fault]:
+    """Every release has the noise that was charged: from the operating system, of that width, on every number, new."""
+    blocks: Counter[bytes] = Counter()
+    for number, crossing in enumerate(ran.tape.crossings):
+        event = crossing.event
+        assert event is not None
+        where = f"release {number}"
+        for draw in (*crossing.draws, *crossing.before):
+            yield from _source_faults(where, draw, event.noise)
+        if event.sigma > 0 and (why := _wrong_noise(crossing)):
+            yield Fault(kind="noise", what=f"{where}: {why}")
+        blocks.update(block(draw) for draw in crossing.draws if block(draw))
+        samples = [draw.count for draw in crossing.before if draw.kind == "words"]
+        if isinstance(event, SubsampledGaussianEvent) and event.rate < 1 and samples != [units]:
+            yield Fault(
+                kind="sampling", what=f"{where}: samples of {samples} units were drawn for it, where there are {units}"
+            )
+        if isinstance(event, OneOfManyEvent):
+            choices = [draw for draw in crossing.draws if draw.kind == "below"]
+            told = crossing.parts[-1].units
+            if [draw.count for draw in choices] != [event.teachers] or told != [int(choices[0].values)]:
+                yield Fault(
+                    kind="sampling", what=f"{where}: who is asked was not chosen in secret, once, from all teachers"
+                )
+    if any(times > 1 for times in blocks.values()):
+        yield Fault(kind="noise", what="the same block of noise is in two releases")
+
+
+def _source_faults(where: str, draw: Draw, origin: str) -> Iterator[Fault]:
+    if draw.origin != origin:
+        yield Fault(kind="noise", what=f"{where}: noise that is {draw.origin}, and was charged as {origin}")
+    elif origin == SECURE and draw.bits < draw.needed:
+        yield Fault(
+            kind="noise",
+            what=f"{where}: {draw.count} draws of {draw.source}.{draw.kind} took {draw.bits} bits from the operating "
+            f"system, and cannot be independent with less than {draw.needed:g}",
+        )
+
+
+def _wrong_noise(crossing: Crossing) -> str | None:
+    """What is wrong with the noise of a release, given its draws; None if it is as it was charged."""
+    event, total, value = crossing.event, crossing.total, crossing.value
+    assert event is not None
+    draws = [draw for draw in crossing.draws if draw.kind in NOISE]
+    if not draws:
+        return "it was charged for noise, and no source of noise was asked"
+    if len(crossing.charges) > 1 or value.shape != total.shape:
+        return _wrong_answers(crossing, draws)
+    drawn = np.concatenate([draw.values.ravel() for draw in draws])
+    if drawn.size != total.size:
+        return f"{drawn.size} draws for {total.size} numbers"
+    drawn = drawn.reshape(total.shape)
+    width = event.scale if isinstance(event, LaplaceEvent) else event.sigma
+    if draws[0].kind == "integers":
+        wide = all(draw.width == width for draw in draws)
+        return None if wide and np.array_equal(value, total + drawn) else "its noise is not as wide as was charged"
+    noise = width * drawn
+    if np.issubdtype(value.dtype, np.integer):
+        return None if np.array_equal(value, total + np.rint(noise)) else "its noise is not as wide as was charged"
+    close = np.allclose(value, total + noise, rtol=1e-9, atol=1e-9 * width)
+    return None if close else "its noise is not as wide as was charged"
+
+
+def _wrong_answers(crossing: Crossing, draws: list[Draw]) -> str | None:
+    """The same of winning answers, where a noisy check decides who gets one."""
+    total, value = crossing.total, crossing.value
+    passed = value >= 0
+    needed = [len(total), *([total[passed].size] if passed.any() else [])]
+    if [draw.count for draw in draws] != needed or len(crossing.charges) != len(needed):
+        return f"{[draw.count for draw in draws]} draws, where {needed} are needed"
+    widths = [event.sigma for event in crossing.charges]
+    score = total.max(axis=1) + np.rint(widths[0] * draws[0].values)
+    if passed.any() and not passed.all() and not score[passed].min() > score[~passed].max():
+        return "who passed the check does not follow from the noise that was charged"
+    if passed.any():
+        counts = total[passed] + np.rint(widths[1] * draws[1].values.reshape(total[passed].shape))
+        if not np.array_equal(value[passed], counts.argmax(axis=1)):
+            return "the answers do not follow from the noise that was charged"
+    return None
+
+
+def charge_faults(ran: Ran, parts: list[Ran]) -> Iterator[Fault]:
+    """Every release is one that the run's own ledger was charged for, and none of them twice."""
+    _, charged = read_ledger(ran.folder / "run" / "ledger.jsonl")
+    told = [event for part in parts for _, event in part.tape.charges]
+    if told != list(charged):
+        yield Fault(kind="charges", what="not every charge is in the ledger of the run, in its order")
+    for part in parts:
+        used: Counter[int] = Counter()
+        for number, crossing in enumerate(part.tape.crossings):
+            event, place = crossing.event, crossing.number
+            used[place] += 1
+            if not 0 <= place < len(charged) or charged[place] != event:
+                yield Fault(kind="charges", what=f"release {number} names a charge that the run's ledger does not have")
+                continue
+            if used[place] > getattr(event, "repeats", 1):
+                yield Fault(kind="charges", what=f"release {number}: charge {place} paid for fewer releases")
+            asked = len(crossing.total)
+            paid = max(getattr(one, "queries", 0) for one in (event, *crossing.charges))
+            if asked > paid:
+                yield Fault(kind="charges", what=f"release {number} answers {asked} queries, and {paid} were charged")
+            if len(crossing.parts) > 1:
+                yield Fault(kind="charges", what=f"release {number} asked for {len(crossing.parts)} sums")
+        if part.tape.outside:
+            yield Fault(kind="charges", what="something is called released that passed no gate")
+
+
+def stamp_faults(ran: Ran) -> Iterator[Fault]:
+    """A run whose noise can be known, or that has none, says so everywhere."""
+    said = (ran.folder / "run" / "release" / "CERTIFICATE.md").read_text(encoding="utf-8")
+    if ran.facts["private"] or "NOT PRIVATE" not in ran.said or "NOT PRIVATE" not in said:
+        yield Fault(kind="stamp", what="noise from a seed, or none, and it is not called NOT PRIVATE")
+    for _, event in ran.tape.charges:
+        if event.noise == SECURE and event.sigma > 0:
+            yield Fault(kind="stamp", what="noise from a seed is charged as the operating system's")
+    for draw in ran.tape.draws:
+        if draw.origin == SECURE and any(event.noise != SECURE for _, event in ran.tape.charges):
+            yield Fault(kind="stamp", what="noise of the operating system's is charged as seeded")

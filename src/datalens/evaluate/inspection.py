@@ -1,0 +1,284 @@
+"""What is in the user's own data: counts, sizes, problems, and what would be planned. For the owner's eyes only.
+
+Nothing here is private in the sense of ε: it is exact. It goes to the terminal, and into no file and no release.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datalens.data import formats
+from datalens.data.images import WORKERS, Encoded
+from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
+from datalens.data.pixels import Kind, checked_kind
+from datalens.data.records import Dataset, block_records, draw, person_key
+from datalens.data.schema import Schema
+from datalens.errors import DatalensError
+from datalens.options import TrainOptions
+from datalens.plans.guidance import costs, warnings
+from datalens.plans.plan import make_plan
+from datalens.progress import bar
+
+OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
+TINY = 20  # records of a class: nothing can be said of so few (see released.moments)
+NAMED = 5  # problems of a kind that are named; the rest are counted
+EPSILONS = (1.0, 3.0, 10.0)
+BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What looking into one image found."""
+
+    digest: bytes
+    kind: Kind | None
+    problem: str | None
+
+
+def inspect(
+    path: Path, reading: Reading, *, nominal_size: int | None, delta: float, most: int | None
+) -> dict[str, Any]:
+    """All that `datalens inspect` shows, as JSON has it."""
+    if str(path) in formats.sources.names() and not path.exists():
+        raise DatalensError(f"{path} is a named data set, whose figures are public: see `datalens data list`")
+    listed = formats.own_images(path, reading)
+    classes = listed.classes if isinstance(listed, Found) else listed.schema.classes
+    labels, ids, looks, names = _look(listed, most)
+    sizes = Counter(f"{look.kind.height}x{look.kind.width}" for look in looks if look.kind)
+    modes = Counter(look.kind.mode for look in looks if look.kind)
+    per_class = Counter(dict.fromkeys(classes, 0))
+    per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
+    keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else [])]
+    whose = Counter(keys)
+    persons = len(whose) if reading.record_id is not None else None
+    units = per_class  # of a class: what is protected, and counted
+    if persons is not None:
+        units = Counter(dict.fromkeys(classes, 0))
+        units.update(classes[label] for label, _ in {*zip(labels.tolist(), keys, strict=True)})
+    found: dict[str, Any] = {
+        "path": str(path),
+        "records": len(labels),
+        "persons": persons,
+        "most_images_of_a_person": max(whose.values()) if persons else None,
+        "looked_into": len(looks),
+        "classes": dict(per_class),
+        "persons_of_classes": None if persons is None else dict(units),
+        "test_images": _test_images(path, reading),
+        "sizes": dict(sizes.most_common()),
+        "modes": dict(modes.most_common()),
+        "for": OWNER_ONLY,
+    }
+    found |= _problems(looks, names, units, sizes, reading)
+    found["nominal_size"] = nominal_size or _round(len(labels) if persons is None else persons)
+    found["nominal_size_declared"] = nominal_size is not None
+    found["plans"] = _plans(path, listed, reading, found, delta)
+    return found
+
+
+def _test_images(path: Path, reading: Reading) -> int | None:
+    """How many there are; None: `datalens evaluate` will have none to test on."""
+    try:
+        listed = formats.own_images(path, reading, "test")
+        return len(listed.images) if isinstance(listed, Dataset) else sum(len(s.ids) for s in listed.encoded(BLOCK))
+    except (DatalensError, OSError):
+        return None
+
+
+def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
+    """Labels and ids of all; looks, and names, of those that were looked into."""
+    if isinstance(listed, Dataset):
+        return _look_at_arrays(listed, most)
+    labels: list[np.ndarray] = [np.zeros(0, np.int64)]
+    ids: list[Any] = []
+    looks: list[Look] = []
+    names: list[str] = []
+    for some in listed.encoded(BLOCK):  # how many there are; encoded images are not read for it
+        labels.append(some.labels)
+        ids += some.ids
+    count = len(ids)
+    chosen = draw(count, count if most is None else most, seed=0)
+    wanted = np.zeros(count, dtype=bool)
+    wanted[chosen] = True
+    with ThreadPoolExecutor(WORKERS) as pool, bar("looking into images", int(wanted.sum())) as (progress, task):
+        for some, at in _numbered(listed.encoded(BLOCK)):
+            which = np.flatnonzero(wanted[at : at + len(some.index)]).tolist()
+            looks += pool.map(lambda i, some=some: _one(some, i), which)
+            names += [some.names[i] for i in which]
+            progress.advance(task, len(which))
+    return np.concatenate(labels), ids, looks, names
+
+
+def _numbered(blocks: Iterator[Encoded]) -> Iterator[tuple[Encoded, int]]:
+    """With how many came before."""
+    seen = 0
+    for some in blocks:
+        yield some, seen
+        seen += len(some.index)
+
+
+def _one(some: Encoded, i: int) -> Look:
+    try:
+        data = some.read(i)
+    except DatalensError as error:
+        return Look(digest=b"", kind=None, problem=str(error))
+    digest = hashlib.sha256(data).digest()
+    try:
+        return Look(digest=digest, kind=checked_kind(data, some.names[i]), problem=None)
+    except DatalensError as error:
+        return Look(digest=digest, kind=None, problem=str(error))
+
+
+def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
+    """Arrays were checked when they were opened."""
+    schema, count = listed.schema, len(listed.images)
+    kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
+    ids = list(range(count)) if listed.ids is None else listed.ids.tolist()
+    chosen = range(min(count, most or count))
+    looks, size = [], block_records(schema)
+    with bar("looking into images", len(chosen)) as (progress, task):
+        for start in range(0, len(chosen), size):
+            part = listed.images[start : min(start + size, len(chosen))]
+            looks += [Look(digest=hashlib.sha256(image.tobytes()).digest(), kind=kind, problem=None) for image in part]
+            progress.advance(task, len(part))
+    return listed.labels, ids, looks, [f"record {i}" for i in chosen]
+
+
+def _problems(
+    looks: list[Look], names: list[str], units: Counter[str], sizes: Counter[str], reading: Reading
+) -> dict[str, Any]:
+    first: dict[bytes, str] = {}
+    twice = []
+    for look, name in zip(looks, names, strict=True):
+        if look.digest and first.setdefault(look.digest, name) != name:
+            twice.append(f"{name} is the same as {first[look.digest]}")
+    unit = "records" if reading.record_id is None else "persons"
+    tiny = [
+        f"class {name} has {count} {unit}, too few to say anything of: bring more, or put it into another class"
+        for name, count in units.items()
+        if count < TINY
+    ]
+    mixed = []
+    if len(sizes) > 1 and reading.image_size is None:
+        mixed.append(f"{len(sizes)} sizes of image: choose one with --image-size")
+    modes = {look.kind.mode for look in looks if look.kind}
+    if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
+        mixed.append("grey and colour images: the first decides, and must be of colour; or make all grey, --grayscale")
+    outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
+    if outside and reading.image_size is None:
+        mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")
+    return {
+        "unreadable": [look.problem for look in looks if look.problem],
+        "duplicates": twice,
+        "tiny_classes": tiny,
+        "mixed": mixed,
+    }
+
+
+def _plans(
+    path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any], delta: float
+) -> list[dict[str, Any]]:
+    """What `train` would do at three budgets, by the figures above; or why it would not."""
+    plans = []
+    for epsilon in EPSILONS:
+        plan: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "relation": "add-remove", "accountant": "exact"}
+        options = TrainOptions(out=Path("plan"), data=str(path), epsilon=epsilon, delta=delta)
+        try:
+            schema = _schema(path, listed, reading, found)
+            budget, settings = make_plan(options, schema)
+        except DatalensError as error:
+            plans.append(plan | {"refused": str(error)})
+            continue
+        parts = {part["release"]: part["noise_to_signal"] for part in costs(settings, schema, budget)}
+        plan |= {"accountant": budget.accountant, "method": settings.method, "noise_to_signal": parts}
+        plan |= {name: getattr(settings, name, None) for name in ("coordinates", "texture")}
+        plans.append(plan | {"warnings": warnings(budget, schema, settings)})
+    return plans
+
+
+def _schema(path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any]) -> Schema:
+    """As it would be declared, by the commonest size if none was said; so that a broken first file stops nothing."""
+    if not found["sizes"]:
+        raise DatalensError(f"{path} holds no readable image")
+    height, width = next(iter(found["sizes"])).split("x")
+    mode = next(iter(found["modes"]))
+    declared = reading.size() or (int(height), int(width))
+    if not all(SMALLEST <= side <= LARGEST for side in declared) and isinstance(listed, Found):
+        raise DatalensError(f"images of {declared[0]}x{declared[1]} need --image-size, {SMALLEST} to {LARGEST}")
+    grey = reading.grayscale or Kind(height=1, width=1, mode=mode).grey
+    return Schema(
+        name=path.name,
+        height=declared[0],
+        width=declared[1],
+        channels=1 if grey else 3,
+        classes=tuple(found["classes"]),
+        nominal_size=found["nominal_size"],
+        record_unit=reading.unit,
+    )
+
+
+def _round(count: int) -> int:
+    """The nearest of a few round figures: a public one need not be near."""
+    unit = 10 ** (len(str(max(count, 1))) - 1)
+    figures = [max(1, round(part * unit)) for part in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)]
+    return min(figures, key=lambda figure: abs(math.log(figure / max(count, 1))))
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for a person."""
+    units = (
+        ""
+        if found["persons"] is None
+        else (f" of {found['persons']} persons (up to {found['most_images_of_a_person']} each)")
+    )
+    classes = found["classes"]
+    persons = found["persons_of_classes"]
+    shown = [
+        f"  {name}: {count}" + ("" if persons is None else f" images of {persons[name]} persons")
+        for name, count in list(classes.items())[:20]
+    ]
+    more = [f"  … and {len(classes) - 20} more, {min(classes.values())} to {max(classes.values())} records each"]
+    said = [
+        f"{found['path']}: {found['records']} images{units}, {found['looked_into']} looked into",
+        f"THIS IS {OWNER_ONLY}.",
+        f"classes: {len(classes)}",
+        *shown,
+        *(more if len(classes) > 20 else []),
+        "sizes: " + ", ".join(f"{size} ({count})" for size, count in list(found["sizes"].items())[:NAMED]),
+        "modes: " + ", ".join(f"{mode} ({count})" for mode, count in found["modes"].items()),
+        f"test images, for `datalens evaluate`: {found['test_images']}"
+        if found["test_images"]
+        else "no test images: `datalens evaluate` needs some that are not trained on (docs/data.md)",
+    ]
+    for name in ("unreadable", "duplicates", "tiny_classes", "mixed"):
+        problems = found[name]
+        said += [f"problem: {one}" for one in problems[:NAMED]]
+        said += [f"problem: … and {len(problems) - NAMED} more like it"] if len(problems) > NAMED else []
+    if not any(found[name] for name in ("unreadable", "duplicates", "tiny_classes", "mixed")):
+        said.append("no problem found")
+    size = found["nominal_size"]
+    said.append(
+        f"plans, for --nominal-size {size}"
+        + ("" if found["nominal_size_declared"] else " (a round figure: choose your own, it will be public)")
+        + ":"
+    )
+    for plan in found["plans"]:
+        price = (
+            f"  ε = {plan['epsilon']:g} (δ = {plan['delta']:g}, {plan['relation']}, {plan['accountant']} accountant): "
+        )
+        if "refused" in plan:
+            said.append(price + plan["refused"])
+            continue
+        noise = plan["noise_to_signal"]
+        said.append(
+            f"{price}{plan['coordinates']} coordinates, {plan['texture']} of texture; noise by signal: class means "
+            f"{noise['sums']:.2g}, covariances {noise['covariances']:.2g}"
+        )
+        said += [f"  warning: {line}" for line in plan["warnings"]]
+    return said

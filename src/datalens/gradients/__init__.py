@@ -1,0 +1,1 @@
+"""Per-record gradients: DP-SGD's optimizer and what it watches."""

@@ -1,0 +1,1 @@
+"""Functions of public facts, which both sides of the gate use."""

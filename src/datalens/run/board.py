@@ -1,0 +1,77 @@
+"""TensorBoard logs of a run, in its folder. For the owner: losses and the like are not covered by ε."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from datalens.errors import DatalensError
+from datalens.public import streams
+
+if TYPE_CHECKING:
+    from datalens.released.generator import Generator
+
+FOLDER = "tensorboard"
+PICTURES = 10  # on the way
+
+
+class Board:
+    """Scalars and grids of synthetic images, a file a start of the run."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / FOLDER
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._writer = writer_class()(log_dir=str(self._folder))
+        self._guard()
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def generator(self, step: int, generator: "Generator") -> None:
+        """What it makes now, ten images a class; training goes on as if nobody had looked."""
+        import torch
+
+        from datalens.released.synthetic import grid
+
+        classes = min(10, generator.architecture.classes)
+        labels, training = torch.arange(10 * classes) % classes, generator.training
+        with torch.no_grad():
+            images = generator.eval().images(labels, streams.generator(0, "sample")).cpu()
+        generator.train(training)
+        pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        self.picture(step, np.asarray(grid(pixels, labels.numpy(), per_class=10)))
+
+    def file(self, step: int, path: Path) -> None:
+        from PIL import Image
+
+        with Image.open(path) as image:
+            self.picture(step, np.asarray(image))
+
+    def picture(self, step: int, pixels: Any) -> None:
+        """[h, w] or [h, w, c], of bytes."""
+        self._writer.add_image("synthetic images", pixels, step, dataformats="HWC" if pixels.ndim == 3 else "HW")
+
+    def close(self) -> None:
+        self._writer.close()
+        self._guard()
+
+    def _guard(self) -> None:
+        for path in self._folder.iterdir():
+            path.chmod(0o600)
+
+
+def writer_class() -> Any:
+    """torch's, which needs the package tensorboard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise DatalensError(
+            "--tensorboard needs the extra of that name: pip install 'datalens[tensorboard]', or leave the option out"
+        ) from error
+    return SummaryWriter
+
+
+def is_due(step: int, count: int) -> bool:
+    """After which of the steps pictures are drawn."""
+    return step == count or step % max(1, count // PICTURES) == 0

@@ -1,0 +1,408 @@
+"""A run directory: everything about one training run, and in it `release/`, the part that may leave.
+
+All but `release/` is private: folders have mode 0700, files 0600.
+
+config.json      what was asked for and what is done
+ledger.jsonl     every charge, durable before its noise was used
+metrics.jsonl    for the owner: losses and the like are not covered by ε
+checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
+                 (teachers are made of records: whoever has them has something of every record)
+journal/         released values since the last checkpoint
+tensorboard/     for the owner: the same for TensorBoard, where it was asked for
+owner.html       for the owner: written by `datalens report`
+release/         generator, certificate, a copy of the ledger, a picture, a page
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from datalens.data.schema import Schema
+from datalens.errors import DatalensError
+from datalens.plans.settings import AnySettings, parse_settings
+from datalens.privacy.journal import Journal, for_the_owner
+from datalens.privacy.ledger import Budget, Ledger, sync_directory
+from datalens.run import live
+from datalens.run.board import Board, is_due
+from datalens.run.places import check_text, check_vacant
+from datalens.run.wholeness import check_kept, check_whole, used
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHECKPOINT_SECONDS = 20.0
+# Past this size the journal, where a method keeps one, carries a resumed run: replaying is cheaper than writing.
+CHECKPOINT_BYTES = 4 * 2**30
+
+
+class Stateful(Protocol):
+    def state(self) -> "dict[str, Tensor]": ...
+
+    def load_state(self, state: "dict[str, Tensor]") -> None: ...
+
+
+class Spread(Protocol):
+    """Teachers, on whichever ranks they are (see `crowd.Crowd`)."""
+
+    def state_bytes(self) -> int: ...
+
+    def save(self, step: int) -> list[str]: ...
+
+    def restore(self, step: int, names: list[str]) -> None: ...
+
+
+class Alone:
+    """What is not the student's, where there is one process: one file a checkpoint."""
+
+    def __init__(self, what: Stateful, folder: Path) -> None:
+        self._what = what
+        self._folder = folder
+
+    def state_bytes(self) -> int:
+        return sum(value.nbytes for value in self._what.state().values())
+
+    def save(self, step: int) -> list[str]:
+        name = part_name(step, range(1))
+        save_tensors(self._folder / name, self._what.state(), {"step": str(step), "first": "0", "end": "1"})
+        return [name]
+
+    def restore(self, step: int, names: list[str]) -> None:
+        path = self._folder / names[0]
+        with _damage_explained(path):
+            state, facts = load_tensors(path)
+            if int(facts["step"]) != step:
+                raise ValueError(f"it is of step {facts['step']}, not {step}")
+            self._what.load_state(state)
+
+
+class Run:
+    """An open, locked run directory. One process at a time; the lock goes with the process."""
+
+    def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
+        self.path = path
+        self.config = config
+        self.settings = parse_settings(config["settings"])
+        self.schema = Schema.from_dict(config["schema"])
+        self.interrupted = False
+        self.completed = 0  # steps the student has learned from
+        self.answered: int | None = None  # queries, where a method charges for those that are answered
+        self._lock = lock
+        self._view: live.View | None = None
+        self._board: Board | None = None
+        self.ledger = Ledger.open(path / "ledger.jsonl")
+        self.journal = Journal(path / "journal", self.ledger)
+        self.ledger.make_room = self.journal.make_room
+        try:
+            check_whole(path, settings=self.settings, ledger=self.ledger, checkpoint=path / "checkpoints" / LATEST)
+        except BaseException:
+            self.ledger.close()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        options: dict[str, Any],
+        settings: AnySettings,
+        budget: Budget,
+        schema: Schema,
+        data_sha256: str,
+        launch: str | None = None,
+        data_budget: "Callable[[], dict[str, str] | None] | None" = None,
+    ) -> "Run":
+        """A new directory, written whole beside its place and then moved there; nothing existing is touched.
+
+        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget` sets this run aside (see
+        `spending.begin`): asked last, when all else that can fail has not.
+        """
+        check_vacant(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            for folder in (draft, draft / "checkpoints", draft / "journal"):
+                folder.mkdir(mode=0o700)
+            Ledger.create(draft / "ledger.jsonl", budget).close()
+            kept = None if data_budget is None else data_budget()
+            config = {
+                "version": 1,
+                "options": options,
+                "settings": settings.as_dict(),
+                "schema": schema.as_dict(),
+                "data_sha256": data_sha256,  # of the records: private, like all of this file
+                "launch": launch,
+                **({} if kept is None else {"data_budget": kept}),
+            }
+            write_atomically(draft / "config.json", json.dumps(config, indent=1).encode())
+            for file in (draft / "config.json", draft / "ledger.jsonl"):
+                file.chmod(0o600)  # the ledger's copy in release/ is the one to hand on
+            os.replace(draft, path)
+            sync_directory(path.parent)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return cls.open(path)
+
+    @classmethod
+    def resume(cls, path: Path) -> "Run":
+        """Open a run that is to go on from what it has learned."""
+        run = cls.open(path)
+        try:
+            check_kept(path, ledger=run.ledger, journal=run.journal, checkpoint=path / "checkpoints" / LATEST)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        check_text(path)
+        config = read_config(path)
+        lock = open(path / "lock", "wb", opener=for_the_owner)  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise DatalensError(
+                f"another process is training in {path}: wait for it, or choose another --out"
+            ) from None
+        try:
+            return cls(path, config, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @property
+    def noise_seed(self) -> int | None:
+        """None: noise of the operating system's. A seed moves on with every charge, so that no noise comes twice."""
+        seed = self.config["options"]["noise_seed"]
+        return None if seed is None else seed + len(self.ledger.events)
+
+    def close(self) -> None:
+        try:
+            if self._board is not None:
+                self._board.close()
+        finally:
+            self.journal.close()
+            self.ledger.close()
+            self._lock.close()
+
+    def steps(self, count: int, *, student: Stateful, teachers: Spread) -> Iterator[int]:
+        """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
+
+        A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
+        """
+        self.completed = start = self._restore(student, teachers)
+        written, cost = time.monotonic(), 0.0
+        with self._until_interrupted(), self.watched("training", count) as view:
+            view.done(start)
+            for step in range(start, count):
+                yield step
+                self.completed = step + 1
+                view.done(step + 1)
+                self._draw(step + 1, count, student)
+                due = time.monotonic() - written > max(CHECKPOINT_SECONDS, 20 * cost)
+                if due or self.interrupted or step + 1 == count:
+                    began = time.monotonic()
+                    self._checkpoint(step + 1, student, teachers)
+                    written, cost = time.monotonic(), time.monotonic() - began
+                if self.interrupted:
+                    self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
+                    return
+
+    def log(self, step: int, **values: float) -> None:
+        """One line for the owner. Private: losses are not covered by ε."""
+        spent = self.ledger.spent()
+        line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(spent), **values}
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_the_owner) as file:
+            file.write(json.dumps(line) + "\n")
+        if self._view is not None:
+            self._view.told(values)
+        if self._board is not None:
+            self._board.scalars(step, {"epsilon_spent": spent, **values})
+
+    @contextlib.contextmanager
+    def watched(self, what: str, total: int) -> "Iterator[live.View]":
+        """With progress, and what is logged, shown on the terminal."""
+        with live.view(what, total, self.ledger) as self._view:
+            yield self._view
+
+    def open_board(self) -> None:
+        """From now on TensorBoard gets what is logged, too."""
+        self._board = Board(self.path)
+
+    def show_release(self, release: Path) -> None:
+        if self._board is not None:
+            self._board.file(self.completed, release / "samples.png")
+
+    def _draw(self, step: int, count: int, student: Stateful) -> None:
+        generator: Any = getattr(student, "generator", getattr(student, "module", None))
+        if self._board is not None and hasattr(generator, "architecture") and is_due(step, count):
+            self._board.generator(step, generator)
+
+    def _checkpoint(self, step: int, student: Stateful, teachers: Spread) -> None:
+        """Every rank's teachers first; then, in one file, the student, the step and the names: that is what counts.
+
+        A kill at any moment leaves the old `latest` with its files, or the new one with its own.
+        """
+        if teachers.state_bytes() > CHECKPOINT_BYTES and self.journal.find(self.ledger, step=step - 1) is not None:
+            return
+        folder = self.path / "checkpoints"
+        names = teachers.save(step)
+        facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered)}
+        save_tensors(folder / LATEST, student.state(), facts)
+        for path in folder.iterdir():
+            if path.name not in (LATEST, *names):
+                path.unlink()
+        self.journal.forget_before(self.ledger, step=step)
+
+    def _restore(self, student: Stateful, teachers: Spread) -> int:
+        path = self.path / "checkpoints" / LATEST
+        if not path.exists():
+            return 0
+        with _damage_explained(path):
+            state, facts = load_tensors(path)
+            step, names = int(facts["step"]), json.loads(facts["teachers"])
+            self.answered = int(facts["answered"]) if "answered" in facts else None
+            student.load_state(state)
+        teachers.restore(step, names)
+        return step
+
+    @contextlib.contextmanager
+    def _until_interrupted(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) finishes the step under way and keeps it; a second one stops at once."""
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            os.write(2, b"finishing this step; once more stops at once\n")
+
+        try:
+            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are somebody else's
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+LATEST = "latest.safetensors"
+
+
+def part_name(step: int, numbers: range) -> str:
+    """Of the file with the states of these teachers after so many steps."""
+    return f"teachers-{step}-{numbers[0]}-{numbers[-1]}.safetensors"
+
+
+def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]) -> None:
+    """The whole file or none of it, durably, and for the owner's eyes only."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    draft = path.with_suffix(".tmp")
+    draft.touch(mode=0o600)
+    try:
+        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, draft, metadata=facts)
+    except SafetensorError as error:  # also what it makes of a full disk
+        draft.unlink(missing_ok=True)
+        need = sum(value.nbytes for value in tensors.values())
+        raise DatalensError(
+            f"cannot write {draft} ({error}): {draft.parent} needs room for {need:,} bytes; make some, then continue "
+            "with --resume"
+        ) from error
+    draft.chmod(0o600)
+    with open(draft, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no mapping)
+
+
+def load_part(folder: Path, names: list[str], *, step: int, numbers: range) -> "dict[str, Tensor]":
+    """The states of teachers `numbers`, from whichever files hold them: a run may go on with more or fewer ranks."""
+    import torch
+    from safetensors import safe_open
+
+    parts: dict[str, list[Tensor]] = {}
+    wanted = numbers.start
+    for name in names:  # in order of teachers
+        with _damage_explained(folder / name), safe_open(folder / name, "pt") as file:
+            facts = {key: int(value) for key, value in file.metadata().items()}
+            if facts["step"] != step:
+                raise ValueError(f"it is of step {facts['step']}, not {step}")
+            start, stop = max(wanted, facts["first"]), min(numbers.stop, facts["end"])
+            if start != wanted or start >= stop:
+                continue
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                rows = file.get_slice(key)
+                scalar = not rows.get_shape()
+                value = file.get_tensor(key) if scalar else rows[start - facts["first"] : stop - facts["first"]]
+                parts.setdefault(key, []).append(value)
+            wanted = stop
+    if wanted != numbers.stop:
+        raise DatalensError(f"{folder / LATEST} names no file with teacher {wanted}: {_WHAT_TO_DO}")
+    return {key: torch.cat(values) if values[0].dim() else values[0] for key, values in parts.items()}
+
+
+_WHAT_TO_DO = f"put a copy in its place, or delete {LATEST}, and the steps it held are asked (and charged) again"
+
+
+@contextlib.contextmanager
+def _damage_explained(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+        raise DatalensError(f"{path} is damaged ({type(error).__name__}): {_WHAT_TO_DO}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file() or not (path / "ledger.jsonl").is_file():
+        there = "has no config.json and ledger.jsonl" if path.exists() else "does not exist"
+        raise DatalensError(f"{path} is not a run: it {there}; to begin one, leave out --resume")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        Schema.from_dict(config["schema"])
+        options = config["options"]
+        if not {"data", "nominal_size", "noise_seed"} <= set(options) or "settings" not in config:
+            raise ValueError("fields are missing")
+        numbers = [options[name] for name in ("nominal_size", "noise_seed") if options[name] is not None]
+        if not isinstance(options["data"], str) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+            raise ValueError("data must be a name, nominal_size and noise_seed whole numbers")
+        if not isinstance(options.get("data_folder"), str | None):
+            raise ValueError("data_folder must be a path")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DatalensError(f"{path / 'config.json'} is damaged ({error})") from error
+    return config
+
+
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """The whole file or none of it, also after a crash. `private`: for the owner's eyes only."""
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        with open(draft, "wb", opener=for_the_owner if private else None) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

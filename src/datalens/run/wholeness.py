@@ -1,0 +1,92 @@
+"""Whether a run folder has all that a run needs to go on.
+
+Its ledger must have every charge that the run has used: if not, its certificate would be false. What it has learned
+must be there, if it was released.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from datalens.errors import DatalensError, TamperedError
+from datalens.plans.paid import steps_paid
+from datalens.plans.settings import AnySettings
+from datalens.privacy.journal import Journal
+from datalens.privacy.ledger import Ledger
+
+LEDGER = "ledger.jsonl"
+
+
+def used(ledger: Ledger, answered: int | None) -> dict[str, str]:
+    """Return what a checkpoint says of the charges it was made from: how many, the hash of the last, and answers."""
+    charges = len(ledger.events)
+    facts = {"charges": str(charges), "chain": str(ledger.chain(charges))}
+    return facts if answered is None else {**facts, "answered": str(answered)}
+
+
+def check_whole(run: Path, *, settings: AnySettings, ledger: Ledger, checkpoint: Path) -> None:
+    """Compare the ledger with all that was made from its charges: released values, the checkpoint, the last release.
+
+    Raises:
+        TamperedError: the ledger is shorter than what the run has used, or is another one.
+    """
+    found = (
+        _unpaid_values(Journal(run / "journal"), ledger)
+        or _unpaid_checkpoint(checkpoint, settings, ledger)
+        or _unpaid_release(run / "release" / LEDGER, run / LEDGER)
+    )
+    if found:
+        raise TamperedError(
+            f"{run / LEDGER} has {len(ledger.events)} charges, but {found}: it was cut, or is another run's, and a "
+            "certificate made from it would be false; put the whole ledger back, or start another run"
+        )
+
+
+def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path) -> None:
+    """Refuse a run that would begin again, with what is left to spend, and replace the release of what it had learned.
+
+    Raises:
+        DatalensError: there is a release of a finite budget, and nothing to go on from.
+    """
+    begun = bool(ledger.events) and math.isfinite(ledger.budget.epsilon) and (run / "release").exists()
+    if begun and not checkpoint.exists() and journal.find(ledger, step=0) is None:
+        raise DatalensError(
+            f"{run} has neither a checkpoint nor a journal of what it has learned, and would begin again with what is "
+            "left of its budget. Nothing was spent, and its release stands: keep that, or move it away to go on"
+        )
+
+
+def _unpaid_values(journal: Journal, ledger: Ledger) -> str | None:
+    names = journal.unpaid(ledger)
+    return f"journal/{names[0]} is a released value that none of them paid for" if names else None
+
+
+def _unpaid_checkpoint(path: Path, settings: AnySettings, ledger: Ledger) -> str | None:
+    """Read the file's header alone; what else is wrong with it is found when it is loaded."""
+    facts = read_facts(path)
+    if "chain" in facts:
+        charges = int(facts["charges"]) if facts.get("charges", "").isdecimal() else -1
+        if ledger.chain(charges) != facts["chain"]:
+            return f"the checkpoint was written after charge {facts.get('charges')} of another one"
+    step, paid = facts.get("step", ""), steps_paid(settings, ledger.events)
+    if step.isdecimal() and int(step) > paid:
+        return f"the checkpoint has learned from {step} steps, of which they pay for {paid}"
+    return None
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file, without its tensors; empty where there is none to be read."""
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, 2**26)))
+        facts = header.get("__metadata__", {})
+        return {str(name): str(value) for name, value in facts.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _unpaid_release(released: Path, own: Path) -> str | None:
+    if not released.is_file() or own.read_bytes().startswith(released.read_bytes()):
+        return None
+    return f"{released.parent.name}/{released.name} has others"

@@ -1,1 +1,0 @@
-"""Theorem 6 of DataLens: the bound, its assumption on top-k, problems to try it on, and what it says about k."""
