@@ -13,8 +13,7 @@ from PIL import Image
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import REPORT
-from datalens.plans.paid import steps_planned
-from datalens.plans.settings import AnySettings, SgdSettings
+from datalens.plans.base import Settings
 from datalens.privacy.ledger import Ledger
 from datalens.progress import bar
 from datalens.public import streams
@@ -32,7 +31,7 @@ def write_release(
     run: Path,
     generator: AnyGenerator,
     *,
-    settings: AnySettings,
+    settings: Settings,
     schema: Schema,
     ledger: Ledger,
     completed: int | None = None,
@@ -47,7 +46,7 @@ def write_release(
     """
     if isinstance(generator, Generator):
         generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
-    counts = {"completed": steps_planned(settings) if completed is None else completed, "answered": answered}
+    counts = {"completed": settings.steps_planned if completed is None else completed, "answered": answered}
     picture = draw_picture(generator, schema)
 
     def fill(draft: Path) -> None:
@@ -67,7 +66,7 @@ def write_model(
     run: Path,
     model: Classifier,
     *,
-    settings: SgdSettings,
+    settings: Settings,
     schema: Schema,
     ledger: Ledger,
     completed: int | None = None,
@@ -84,7 +83,7 @@ def write_model(
 
 
 def write_folder(
-    run: Path, fill: Callable[[Path], None], *, settings: AnySettings, schema: Schema, ledger: Ledger
+    run: Path, fill: Callable[[Path], None], *, settings: Settings, schema: Schema, ledger: Ledger
 ) -> Path:
     """What `fill` puts there, the ledger and the certificate; whole, or not at all."""
     draft, target, old = run / "release.new", run / "release", run / "release.old"

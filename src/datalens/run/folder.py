@@ -27,7 +27,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.plans.settings import AnySettings, parse_settings
+from datalens.plans.base import Settings
+from datalens.plans.registry import read_settings
 from datalens.privacy.journal import Journal, for_the_owner
 from datalens.privacy.ledger import Budget, Ledger, sync_directory
 from datalens.run import live
@@ -50,7 +51,7 @@ class Stateful(Protocol):
 
 
 class Spread(Protocol):
-    """Teachers, on whichever ranks they are (see `crowd.Crowd`)."""
+    """Teachers, on whichever ranks they are (see `run.remote_teachers.Crowd`)."""
 
     def state_bytes(self) -> int: ...
 
@@ -89,7 +90,7 @@ class Run:
     def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
         self.path = path
         self.config = config
-        self.settings = parse_settings(config["settings"])
+        self.settings = read_settings(config["settings"])
         self.schema = Schema.from_dict(config["schema"])
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
@@ -112,7 +113,7 @@ class Run:
         path: Path,
         *,
         options: dict[str, Any],
-        settings: AnySettings,
+        settings: Settings,
         budget: Budget,
         schema: Schema,
         data_sha256: str,
@@ -121,8 +122,8 @@ class Run:
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched.
 
-        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget` sets this run aside (see
-        `spending.begin`): asked last, when all else that can fail has not.
+        `launch`: which call of torchrun began it (see `run.ranks.launch`). `data_budget` sets this run aside (see
+        `reservation.begin`): asked last, when all else that can fail has not.
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)

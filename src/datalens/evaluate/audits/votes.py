@@ -12,7 +12,7 @@ import torch
 from scipy.stats import norm
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
-from datalens.peers.gpate import CHECK, DIGITS
+from datalens.methods.gpate import CHECK, DIGITS
 from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import LaplaceEvent
 from datalens.privacy.ledger import Ledger
