@@ -2,22 +2,24 @@
 
     python tools/results.py
 
-A table's section has its cells that were run, how many were not, their dates, the command, and its remarks.md.
+A table's section has its cells that were run, how many were not, their dates, the command, and the remarks of
+NAME.md beside its cells.
 `--check` says whether the page is up to date.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from datalens.reproduce import harness, output
+from datalens.reproduce import harness
+from datalens.reproduce.cells import Table
+from datalens.reproduce.kept import read_cells
 
 RESULTS, PAGE = Path("docs/results"), Path("docs/results.md")
 HEAD = """# Results
 
-Made by `python tools/results.py` from the cells in `docs/results/`, one JSON file each. Those of tables 1 to 5, 7 and
+Made by `python tools/results.py` from the cells in `docs/results/`, one JSON line each. Those of tables 1 to 5, 7 and
 12, figure 4, utility and ablation are runs, with settings, versions, ε, δ, relation, accountant and the hash of their
 certificate (runs themselves are not kept: a certificate is checked where its release lies). Where a cell says torch
 2.11 it was run on one NVIDIA H200, where it says 2.13, on two CPU cores; `datalens: not installed` is our source tree
@@ -41,22 +43,15 @@ def page() -> str:
     return "\n".join(sections)
 
 
-def section(name: str, table: harness.Table) -> str:
+def section(name: str, table: Table) -> str:
     cells = table.cells(True)
-    place = RESULTS / (table.kept_as or name)
-    found = {cell.name: place / f"{cell.name}.json" for cell in cells}
-    results = {cell: json.loads(path.read_text(encoding="utf-8")) for cell, path in found.items() if path.exists()}
-    results = {
-        cell.name: results[cell.name] for cell in cells if results.get(cell.name, {}).get("options") == cell.asked
-    }
-    for cell in results:
-        if (picture := place / f"{cell}.png").exists():
-            results[cell]["picture"] = str(picture)
+    found = read_cells(RESULTS / f"{table.kept_as or name}.jsonl")
+    results = {c.name: found[c.name] for c in cells if found.get(c.name, {}).get("options") == c.asked}
     lines = [f"## {table.title}", ""]
     if not results:
         return "\n".join([*lines, f"Not run yet: `datalens reproduce {name} --full`.", ""])
     run = [cell for cell in cells if cell.name in results]
-    rows = table.rows(run, results) if table.rows else [output.row_of(cell, results[cell.name]) for cell in run]
+    rows = table.rows(run, results)
     dates = sorted({result["date"] for result in results.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines += [
@@ -64,11 +59,11 @@ def section(name: str, table: harness.Table) -> str:
         "",
         table.note(True),
         "",
-        (table.markdown or output.markdown)(rows),
+        table.markdown(rows),
     ]
     if (RESULTS / f"{name}.png").exists():
         lines += [f"![{table.title}](results/{name}.png)", ""]
-    remarks = RESULTS / name / "remarks.md"
+    remarks = RESULTS / f"{name}.md"
     return "\n".join(lines) + (f"\n{remarks.read_text(encoding='utf-8')}" if remarks.exists() else "")
 
 
@@ -83,13 +78,8 @@ def figure2() -> str:
 
 def plots() -> None:
     """Pictures of the tables of which something was run."""
-    for name, table in harness.tables().items():
-        if not any((RESULTS / (table.kept_as or name)).glob("*.json")):
-            continue
-        with tempfile.TemporaryDirectory() as out:
-            made = harness.reproduce(name, full=True, out=Path(out), device="cpu", stored=RESULTS)
-            (RESULTS / f"{name}.png").write_bytes(Path(made["plot"]).read_bytes())
-    for name in ("figure2", "theory"):
+    run = [name for name, table in harness.tables().items() if (RESULTS / f"{table.kept_as or name}.jsonl").exists()]
+    for name in (*run, "figure2", "theory"):
         with tempfile.TemporaryDirectory() as out:
             made = harness.reproduce(name, full=True, out=Path(out), device="cpu", stored=RESULTS)
             (RESULTS / f"{name}.png").write_bytes(Path(made["plot"]).read_bytes())

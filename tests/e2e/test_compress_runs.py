@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from datalens.reproduce import harness, runtime, table5, table6
+from datalens.reproduce import harness, runtime, table5
 from tests.e2e.conftest import SMALL, call
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -45,8 +45,10 @@ def test_train_resume_sample_verify(compress: str, tmp_path: Path) -> None:
 def test_table_6_times_the_three_compressors_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "STEPS", 2)
     small: dict[str, Any] = {"data": "digits", "network": "spectral", "basis": "dct", "basis_size": 64, "teachers": 10}
-    monkeypatch.setattr(table6, "cells", lambda full: [small | {"compress": c} for c in table6.COMPRESS.values()])
-    monkeypatch.setitem(table6.PAPER, "digits", dict.fromkeys(table6.COMPRESS, 1.0))
+    monkeypatch.setattr(
+        runtime, "cells_of_table6", lambda _: [small | {"compress": c} for c in runtime.COMPRESS.values()]
+    )
+    monkeypatch.setitem(runtime.TABLE6, "digits", dict.fromkeys(runtime.COMPRESS, 1.0))
     result = harness.reproduce("table6", full=False, out=tmp_path, device="cpu")
     assert [row["compress"] for row in result["rows"]] == ["topk-sign", "klevel", "sketch"]
     assert all(0 < row["seconds_per_epoch"] < 60 for row in result["rows"])
@@ -61,7 +63,7 @@ def test_tables_5_and_6_ask_for_what_can_be_planned() -> None:
 
     for full in (False, True):
         asked = [cell.options for cell in table5.TABLE.cells(full) if cell.options is not None]
-        asked += [cell | {"method": "datalens-paper", "steps": 8} for cell in table6.cells(full)]
+        asked += [cell | {"method": "datalens-paper", "steps": 8} for cell in runtime.cells_of_table6(full)]
         for options in asked:
             _, settings = make_plan(
                 TrainOptions(out=Path("nowhere"), **options), formats.schema(options["data"], nominal_size=None)

@@ -1,7 +1,6 @@
 """`datalens reproduce figure2` on a small set: the run under it is an ordinary one; every output says what it is."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from datalens.privacy import bounds
 from datalens.privacy.ledger import read_ledger
 from datalens.reproduce import figure2
 from datalens.reproduce.figure2 import Panel
+from datalens.reproduce.kept import keep_cell, read_cells
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -57,12 +57,11 @@ def test_votes_drowned_in_noise_are_inapplicable(small_figure: None, datalens: A
     assert {(line["delta"], line["warning"]) for line in lines} == {("1e-05", bounds.WARNING)}
     assert Path(result["plot"]).stat().st_size > 10_000
     left = {path.name for path in (tmp_path / "out" / "figure2-quick").iterdir()}
-    assert left == {"cells", "figure2.json", "figure2.csv", "figure2.md", "figure2.png"}  # no votes, no teachers
+    assert left == {"cells.jsonl", "figure2.json", "figure2.csv", "figure2.md", "figure2.png"}  # no votes, no teachers
 
     # A finished panel is not run again.
-    kept = tmp_path / "out" / "figure2-quick" / "cells" / "digits.json"
-    doctored = json.loads(kept.read_text(encoding="utf-8")) | {"applicable": 3}
-    kept.write_text(json.dumps(doctored), encoding="utf-8")
+    cells = tmp_path / "out" / "figure2-quick" / "cells.jsonl"
+    keep_cell(cells, "digits", read_cells(cells)["digits"] | {"applicable": 3})
     again = figure2.reproduce(full=False, out=tmp_path / "out", device="cpu")
     assert again["rows"][0]["applicable"] == 3
 

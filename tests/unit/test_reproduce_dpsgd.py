@@ -12,7 +12,7 @@ from datalens.released import release
 from datalens.released.certificate import read_certificate
 from datalens.released.verification import check_release
 from datalens.reproduce import dpsgd, dpsgd_runs, harness
-from datalens.reproduce.appendix_a import GM_DP, KS, TABLE8, TABLE11, TITLES
+from datalens.reproduce.dpsgd import GM_DP, KS, TABLE8, TABLE11, TITLES
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_printed_settings_are_run_as_printed() -> None:
 
 
 def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any], tmp_path: Path) -> None:
-    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path, "cpu", workers=1)
+    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "cells.jsonl", "cpu", workers=1)
     cell: dpsgd.Cell = ("mnist", 0.2, 0.8, "norm", "prv")
     figure = dpsgd.figures(lab, mode, [cell])[cell]
     assert figure is not None and len(figure.runs) == 10
@@ -97,7 +97,7 @@ def test_the_best_candidate_is_searched_on_seeds_of_its_own(pretended: list[Any]
 
 def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     """Some cells, and some seeds of them, as they come with the project: shown, and nothing is trained."""
-    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "kept" / "dpsgd", "cpu", workers=1)
+    mode, lab = dpsgd.Mode.of(True), dpsgd.Lab(tmp_path / "kept" / "dpsgd.jsonl", "cpu", workers=1)
     first = dpsgd.candidates("mnist", 0.2, 0.8, "norm", mode)[0]
     (theirs,) = dpsgd.printed("mnist", 0.2, 0.8, "norm")
     second = dpsgd.replace(first, clip=0.7, rate=3)  # of no grid
@@ -182,7 +182,7 @@ def test_a_training_whose_certificate_does_not_stand_is_not_kept(
         return written(*args, settings=dpsgd.replace(settings, sigma=2.0), **others)
 
     monkeypatch.setattr(release, "write_model", quieter)
-    lab = dpsgd.Lab(tmp_path / "cells", "cpu", workers=1)
+    lab = dpsgd.Lab(tmp_path / "cells.jsonl", "cpu", workers=1)
     with pytest.raises(DatalensError, match="another sigma"):
         lab.all([(few, 0)])
-    assert not list((tmp_path / "cells").iterdir())
+    assert not (tmp_path / "cells.jsonl").exists()

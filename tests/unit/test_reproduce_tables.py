@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ from datalens.errors import DatalensError
 from datalens.methods import topagg
 from datalens.options import TrainOptions
 from datalens.plans.registry import make_plan
-from datalens.reproduce import everything, figure4, harness, output, quality, table1, table2, table4, table5, table7
+from datalens.reproduce import figure4, harness, output, quality, table1, table2, table4, table5, table7
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.compared import METHODS, PRINTED
-from datalens.reproduce.harness import Cell, Scoring, Table
+from datalens.reproduce.kept import keep_cell, kept, read_cells
 
 DIGITS = {"data": "digits", "method": "datalens", "warm_start": "off", "teachers": 20, "steps": 2}
+DIGITS_PNG = "digits-eps1-datalens.png"
 
 
 def test_all_of_the_paper_is_there() -> None:
@@ -135,7 +140,7 @@ def two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Table(title="One", scoring=lambda full: scored, **how)
     grids = Table(
         title="Pictures", rows=figure4.rows, markdown=figure4.markdown, plot=figure4.plot,
-        scoring=lambda full: dataclasses.replace(scored, measure="grid"), **how,
+        scoring=lambda full: dataclasses.replace(scored, measure=figure4.score), **how,
     )  # fmt: skip
     monkeypatch.setattr(harness, "tables", lambda: {"one": first, "pictures": grids})
 
@@ -150,8 +155,8 @@ def test_tables_share_runs_and_cells_are_chosen_and_kept(
     assert [row["ours"] is None for row in made["rows"]] == [False, True]
     assert made["rows"][0]["difference"] == pytest.approx(made["rows"][0]["ours"] - 0.5, abs=1e-4)
     assert "| digits ε=2 | DataLens | 0.6000 | — | — | — | — | not run |" in Path(made["markdown"]).read_text("utf-8")
-    kept = json.loads((tmp_path / "one-quick" / "cells" / "digits-eps1-datalens.json").read_text("utf-8"))
-    assert kept["utility"]["test"] == 50
+    first = read_cells(tmp_path / "one-quick" / "cells.jsonl")["digits-eps1-datalens"]
+    assert first["utility"]["test"] == 50
 
     pictures = harness.reproduce("pictures", **how)
     assert len(trainings) == 2  # ε = 2 alone: the other run was there
@@ -159,23 +164,22 @@ def test_tables_share_runs_and_cells_are_chosen_and_kept(
     assert [picture.size for picture in drawn] == [(10 * 9 + 1, 10 * 9 + 1)] * 2  # a row of ten for each of ten digits
     assert np.asarray(drawn[0]).std() > 0
     assert Path(pictures["plot"]).stat().st_size > 1000
-    cell = json.loads((tmp_path / "pictures-quick" / "cells" / "digits-eps1-datalens.json").read_text("utf-8"))
-    assert cell["certificate_sha256"] == kept["certificate_sha256"]
-    assert cell["train"]["seconds"] == kept["train"]["seconds"]  # of the run, not of finding it
-    assert "picture" not in cell
+    cell = read_cells(tmp_path / "pictures-quick" / "cells.jsonl")["digits-eps1-datalens"]
+    assert cell["certificate_sha256"] == first["certificate_sha256"]
+    assert cell["train"]["seconds"] == first["train"]["seconds"]  # of the run, not of finding it
+    assert cell["picture"] == pictures["rows"][0]["picture"] == str(tmp_path / "pictures-quick/cells" / DIGITS_PNG)
+    assert DIGITS_PNG not in (tmp_path / "pictures-quick" / "cells.jsonl").read_text("utf-8")
 
     # From kept cells alone: nothing is run, and what is not there is said.
-    folder = tmp_path / "kept" / "one"
-    folder.mkdir(parents=True)
-    (folder / "digits-eps1-datalens.json").write_text(json.dumps(kept), encoding="utf-8")
+    keep_cell(tmp_path / "kept" / "one.jsonl", "digits-eps1-datalens", first)
     asked = ["reproduce", "one", "--full", "--from", str(tmp_path / "kept"), "--out", str(tmp_path / "elsewhere")]
     with pytest.raises(SystemExit) as ended:
         main(asked)
     assert ended.value.code == 0
     assert "| digits ε=2 | DataLens | 0.6000 | — | — | — | — | not run |" in capsys.readouterr().out
     assert len(trainings) == 2
-    kept["options"]["teachers"] = 21  # asked for in another way: not this cell
-    (folder / "digits-eps1-datalens.json").write_text(json.dumps(kept), encoding="utf-8")
+    first["options"]["teachers"] = 21  # asked for in another way: not this cell
+    keep_cell(tmp_path / "kept" / "one.jsonl", "digits-eps1-datalens", first)
     again = harness.reproduce("one", stored=tmp_path / "kept", **how | {"out": tmp_path / "elsewhere"})
     assert [row["ours"] for row in again["rows"]] == [None, None]
 
@@ -199,7 +203,7 @@ def test_quality_of_a_cell(trainings: list[Path], tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(quality.PAPER, ("digits", 1), ((1.0,) * 5, (400.0,) * 5))
     monkeypatch.setitem(quality.REAL, "digits", (9.0, 1.0))
     cell = Cell(row="digits ε=1", column="DataLens", paper=1.0, options=DIGITS)
-    scored = Scoring(count=200, epochs=2, seeds=1, classifier="judge", measure="quality")
+    scored = Scoring(count=200, epochs=2, seeds=1, classifier="judge", measure=quality.score)
     table = dataclasses.replace(quality.TABLE12, cells=lambda full: [cell], scoring=lambda full: scored)
     three = dataclasses.replace(quality.TABLE3, cells=lambda full: [cell], scoring=lambda full: scored)
     monkeypatch.setattr(harness, "tables", lambda: {"table12": table, "table3": three})
@@ -220,10 +224,10 @@ def test_quality_of_a_cell(trainings: list[Path], tmp_path: Path, monkeypatch: p
 
 
 def test_faces_are_on_no_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.pyplot as plt
+    from matplotlib import image
 
     shown: list[str] = []
-    monkeypatch.setattr(plt, "imread", lambda path: shown.append(Path(path).name) or np.zeros((4, 4)))
+    monkeypatch.setattr(image, "imread", lambda path: shown.append(Path(path).name) or np.zeros((4, 4)))
     facts = {"column": "DataLens", "delta": 1e-5, "relation": "add-remove", "accountant": "exact"}
     rows = [{"row": row, "picture": f"{row}.png", **facts} for row in ("MNIST ε=1", "CelebA-Gender ε=1")]
     figure4.plot(rows, "Figure 4", tmp_path / "sheet.png")
@@ -263,7 +267,7 @@ def test_everything_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest
         return {"markdown": str(out / f"{name}.md")}
 
     monkeypatch.setattr(harness, "reproduce", fake)
-    made = everything.reproduce_all(full=True, out=tmp_path, device="cpu", data_folder=tmp_path)
+    made = harness.reproduce_all(full=True, out=tmp_path, device="cpu", data_folder=tmp_path)
     assert [name for name, _ in asked] == list(harness.listing())
     assert made["failed"] == {"table6": "no extractor here"}
     assert "table6 | — | failed: no extractor here" in (tmp_path / "all-full.md").read_text("utf-8")
@@ -314,3 +318,59 @@ def test_the_page_of_results_is_made_of_the_kept_cells(monkeypatch: pytest.Monke
     page = results.page()
     assert results.PAGE.read_text(encoding="utf-8") == page, "run: python tools/results.py"
     assert page.count("\n## ") == len(harness.tables()) + 1
+
+
+# --- keeping cells ----------------------------------------------------------------------------------------------------
+
+
+def test_cells_are_kept_one_line_each_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "one-quick" / "cells.jsonl"
+    assert read_cells(path) == {}
+    keep_cell(path, "b", {"row": "ε=1\u2028\n", "value": (1, 2)})
+    assert keep_cell(path, "a", {"value": math.inf, "picture": b"png"})["value"] == math.inf
+    keep_cell(path, "b", {"row": "ε=2\u2028\n"})  # in place of the first
+    assert path.read_bytes() == '{"cell":"a","value":Infinity}\n{"cell":"b","row":"ε=2\u2028\\n"}\n'.encode()
+    assert read_cells(path)["a"]["picture"] == str(path.parent / "cells" / "a.png")
+    assert (path.parent / "cells" / "a.png").read_bytes() == b"png"
+    asked = {"row": "ε=2\u2028\n"}
+    assert kept(path, "b", asked) == asked and kept(path, "b", {"row": "ε=3"}) is None and kept(path, "c", {}) is None
+
+
+def test_a_kill_loses_no_finished_cell(tmp_path: Path) -> None:
+    """Three processes fill one file; two of them are killed on the way. Whatever any had finished is there."""
+    path = tmp_path / "cells.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from datalens.reproduce.kept import keep_cell\n"
+        "for n in range(int(sys.argv[2])):\n"
+        "    keep_cell(Path(sys.argv[1]), f'{sys.argv[3]}-{n:04}', {'text': 'x' * 3000}); print(n, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    others = [subprocess.Popen([*command, "100000", name], stdout=subprocess.PIPE, text=True) for name in ("a", "b")]
+    last = subprocess.Popen([*command, "30", "c"], stdout=subprocess.PIPE, text=True)
+    done = {}
+    for name, process in zip("ab", others, strict=True):
+        assert process.stdout is not None
+        for _ in range(15):
+            process.stdout.readline()
+        process.kill()
+        done[name] = 15 + len(process.stdout.read().splitlines())
+    last.communicate(timeout=60)
+    cells = read_cells(path)
+    for name, count in done.items():
+        assert {f"{name}-{n:04}" for n in range(count)} <= cells.keys()
+    assert sum(name.startswith("c") for name in cells) == 30
+    assert list(cells) == sorted(cells) and all(cell == {"text": "x" * 3000} for cell in cells.values())
+
+
+def test_the_kept_results_are_as_they_are_written(tmp_path: Path) -> None:
+    """Sorted, each cell once, and no file of one cell."""
+    results = Path(__file__).parents[2] / "docs" / "results"
+    files = {path.stem: path for path in results.glob("*.jsonl") if path.stem != "dpsgd-search"}  # a log, not cells
+    assert {"table1", "utility", "figure2", "figure4", "theory", "table6", "dpsgd", "dpsgd-earlier"} <= files.keys()
+    for path in files.values():
+        cells = read_cells(path)
+        name = next(iter(cells))
+        copy = shutil.copy(path, tmp_path)
+        keep_cell(Path(copy), name, {key: value for key, value in cells[name].items() if key != "picture"})
+        assert Path(copy).read_bytes() == path.read_bytes(), path.name
+    assert not list(results.rglob("*.json"))

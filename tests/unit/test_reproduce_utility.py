@@ -19,7 +19,8 @@ from datalens.methods import topagg
 from datalens.released import release
 from datalens.released.verification import check_release
 from datalens.reproduce import harness, utility
-from datalens.reproduce.harness import Cell, Scoring
+from datalens.reproduce.cells import Cell, Scoring
+from datalens.reproduce.kept import keep_cell, read_cells
 
 FACES = "CelebA-Gender (32 px)"
 
@@ -50,7 +51,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             "sample_seconds": 3.0,
         }
 
-    monkeypatch.setattr(harness, "_run_cell", fake)
+    monkeypatch.setattr(harness, "run_cell", fake)
     return asked
 
 
@@ -131,8 +132,7 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     ]
     assert all(row["real"] == pytest.approx(0.99) for row in rows if row["seeds"])
     assert "not run" in line_of(text, "Scenes ε=1 | datalens")
-    for cell in (tmp_path / "utility-full" / "cells").iterdir():
-        assert str(tmp_path) not in cell.read_text(encoding="utf-8")
+    assert str(tmp_path) not in (tmp_path / "utility-full" / "cells.jsonl").read_text(encoding="utf-8")
 
 
 def test_faces_need_a_folder_once(ran: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -149,38 +149,38 @@ def test_faces_need_a_folder_once(ran: list[dict[str, Any]], tmp_path: Path) -> 
 
 
 def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = harness._run_cell
+    fake = harness.run_cell
 
     def stops(cell: Cell, *rest: Any, **more: Any) -> dict[str, Any]:
         if cell.options is not None and cell.options["seed"] == 3:
             raise KeyboardInterrupt
         return fake(cell, *rest, **more)
 
-    monkeypatch.setattr(harness, "_run_cell", stops)
+    monkeypatch.setattr(harness, "run_cell", stops)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path, full=True)
     assert len(ran) == 3
-    monkeypatch.setattr(harness, "_run_cell", fake)
+    monkeypatch.setattr(harness, "run_cell", fake)
     made(tmp_path, full=True)
     names = [one["name"] for one in ran]
     assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3  # nothing twice
     assert ran[3]["accuracy_real"] == 0.99  # the ceiling, too, is kept
 
     # Asked for in another way, a cell is run again.
-    kept = tmp_path / "utility-full" / "cells" / "mnist-eps1-datalens-seed2.json"
-    other = json.loads(kept.read_text(encoding="utf-8"))
+    cells = tmp_path / "utility-full" / "cells.jsonl"
+    other = read_cells(cells)["mnist-eps1-datalens-seed2"]
     other["options"]["epsilon"] = 2.0
-    kept.write_text(json.dumps(other), encoding="utf-8")
+    keep_cell(cells, "mnist-eps1-datalens-seed2", other)
     made(tmp_path, full=True)
     assert [one["name"] for one in ran[96:]] == ["mnist-eps1-datalens-seed2"]
 
 
 def test_a_run_without_privacy_is_stamped(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     made(tmp_path, full=True)
-    kept = tmp_path / "utility-full" / "cells" / "mnist-eps1-datalens-seed2.json"
-    doctored = json.loads(kept.read_text(encoding="utf-8"))
+    cells = tmp_path / "utility-full" / "cells.jsonl"
+    doctored = read_cells(cells)["mnist-eps1-datalens-seed2"]
     doctored["train"] |= {"private": False, "epsilon_spent": "inf"}
-    kept.write_text(json.dumps(doctored), encoding="utf-8")
+    keep_cell(cells, "mnist-eps1-datalens-seed2", doctored)
     _, text = made(tmp_path, full=True)
     assert "| inf, 1e-05, add-remove, exact NOT PRIVATE |" in line_of(text, "MNIST ε=1 | datalens")
     assert text.count("NOT PRIVATE") == 1

@@ -17,7 +17,6 @@ from datalens.methods import topagg
 from datalens.public import theorem6 as theorem
 from datalens.public import theorem6_choose, theorem6_tau
 from datalens.public.theorem6 import Choice, Problem, bound
-from datalens.reproduce import simulate
 from datalens.reproduce import theory as reproduced
 from datalens.reproduce.harness import reproduce
 
@@ -143,17 +142,17 @@ def test_the_simulated_problem_satisfies_the_assumptions() -> None:
 def test_what_is_simulated_is_equation_2() -> None:
     """One step of it by hand: top-k, clipped, by chance, with noise of variance Ak a teacher."""
     gradients = np.array([[[0.9, -0.2, 0.1, 0.05]]])
-    kept = simulate._compressed(
+    kept = reproduced._compressed(
         gradients, dataclasses.replace(CHOICE, k=2, clip=0.5, quantised=False), np.random.default_rng(0)
     )
     assert kept[0, 0] == pytest.approx([0.5, -0.2, 0.0, 0.0])
     many = np.repeat(gradients, 40_000, axis=0)
-    rounded = simulate._compressed(many, dataclasses.replace(CHOICE, k=2, clip=0.5), np.random.default_rng(0))
+    rounded = reproduced._compressed(many, dataclasses.replace(CHOICE, k=2, clip=0.5), np.random.default_rng(0))
     assert set(np.unique(rounded)) == {-1.0, 0.0, 1.0}
     assert rounded.mean(axis=0)[0] == pytest.approx([0.5, -0.2, 0.0, 0.0], abs=0.01)
     spread = ((rounded - kept) ** 2).sum(axis=2).mean()
     assert spread <= theorem.rounding_variance(2, 0.5)
-    noise = simulate._noise(np.zeros((20_000, 4)), 200_000, CHOICE, np.random.default_rng(0))
+    noise = reproduced._noise(np.zeros((20_000, 4)), 200_000, CHOICE, np.random.default_rng(0))
     assert noise.var() == pytest.approx(0.02 * 49 / 10, rel=0.02)  # of ten teachers
     assert noise.var() == pytest.approx(theorem.noise_variance(PROBLEM, CHOICE), rel=0.02)
 
@@ -239,7 +238,7 @@ def test_reproduce_theory_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("measure_crew", "grid", "twins"):
         monkeypatch.setattr(reproduced, name, lambda *_: pytest.fail("measured again"))
     assert reproduce("theory", full=False, out=tmp_path, device="cpu")["rows"] == made["rows"]
-    (tmp_path / "theory-quick" / "cells").rename(tmp_path / "theory")
+    (tmp_path / "theory-quick" / "cells.jsonl").rename(tmp_path / "theory.jsonl")
     shown = reproduce("theory", full=False, out=tmp_path / "shown", device="cpu", stored=tmp_path)
     assert Path(shown["markdown"]).read_text(encoding="utf-8") == text
     monkeypatch.setattr(reproduced, "sizes", lambda full: {"repeats": 4, "ends": (3,)})

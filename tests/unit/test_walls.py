@@ -195,7 +195,6 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
             "evaluate/",
             "released/",
             "reproduce/",
-            "reproduce/simulate.py",
         ),
         ("np.random.default_rng(0)", "import random", "from random import gauss", "torch.manual_seed(0)"),
     ),

@@ -28,8 +28,8 @@ class Reproduce:
     cells: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
     """Run only cells whose names fit, such as 'mnist-eps1-*'; the others are shown where they are finished."""
     from_: Annotated[Path | None, arg(name="from", metavar="FOLDER", help_behavior_hint="")] = None
-    """Run nothing: make the table of the cells kept in FOLDER/NAME (tables 8-11 and figure3: FOLDER/dpsgd), such as
-    docs/results has them."""
+    """Run nothing: make the table of the cells kept in FOLDER/NAME.jsonl (table 3: table12; tables 8-11 and figure3:
+    dpsgd), such as docs/results has them."""
     out: Path = Path("runs/reproduce")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Json = False
@@ -54,7 +54,7 @@ class Reproduce:
         return 0
 
     def _all(self, how: dict[str, Any]) -> int:
-        from datalens.reproduce.everything import reproduce_all
+        from datalens.reproduce.harness import reproduce_all
 
         result = reproduce_all(data_folder=self.data_folder, **how)
         show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=self.json)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from datalens.reproduce.harness import Cell, Scoring, Table
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.utility import COUNT, EPOCHS
 
 DATA = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}

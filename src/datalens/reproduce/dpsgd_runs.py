@@ -1,7 +1,7 @@
 """One training of DP-SGD, and many of them: of which Tables 8-11 and Figure 3 are made.
 
 Every training is a run of its own, charged to its ledger before its noise, with a release and its certificate; what is
-shown of it is kept as one small JSON file.
+shown of it is kept as one line of JSON.
 """
 
 import concurrent.futures
@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Iterable
@@ -23,13 +24,13 @@ from datalens.methods.sgd import SgdSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar
-from datalens.reproduce.appendix_a import INF
-from datalens.reproduce.dpsgd_output import DELTA
-from datalens.run.folder import write_atomically
+from datalens.reproduce.kept import keep_cell, read_cells
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+INF = math.inf
+DELTA = 1e-5
 SIZES = {"mnist": 60_000, "cifar10": 50_000}
 QUICK_SIDE = 112  # pixels of what the extractor sees in quick mode
 
@@ -215,42 +216,34 @@ class Lab:
     One that does not train shows what is kept, and of the rest that it was not run.
     """
 
-    def __init__(self, folder: Path, device: str, *, workers: int, trains: bool = True) -> None:
-        self._folder, self._device, self._workers, self.trains = folder, device, workers, trains
-        if trains:
-            folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, device: str, *, workers: int, trains: bool = True) -> None:
+        self._path, self._device, self._workers, self.trains = path, device, workers, trains
 
     def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
-        jobs = list(dict.fromkeys(wanted))
-        found = {job: json.loads(p.read_text(encoding="utf-8")) for job in jobs if (p := self._path(job)).exists()}
+        jobs = {job: f"{job[0].name}-seed{job[1]}" for job in wanted}
+        done = read_cells(self._path)
+        found = {job: done[name] for job, name in jobs.items() if name in done}
         missing = [job for job in jobs if job not in found]
         if not missing or not self.trains:
             return found
         with bar("trainings", len(missing)) as (progress, task):
 
             def keep(job: tuple[Setting, int], result: dict[str, Any]) -> None:
-                write_atomically(self._path(job), json.dumps(result, indent=1).encode())
-                found[job] = result
+                found[job] = keep_cell(self._path, jobs[job], result)
                 progress.advance(task)
 
+            runs = self._path.parent / "runs"
             if self._workers == 1:
                 for job in missing:
-                    keep(job, run(*job, self._device, self._run(job)))
+                    keep(job, run(*job, self._device, runs / jobs[job]))
                 return found
             context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
             with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
-                pending = {pool.submit(run, *job, self._device, self._run(job)): job for job in missing}
-                for done in concurrent.futures.as_completed(pending):
-                    keep(pending[done], done.result())
+                pending = {pool.submit(run, *job, self._device, runs / jobs[job]): job for job in missing}
+                for ended in concurrent.futures.as_completed(pending):
+                    keep(pending[ended], ended.result())
         return found
 
     def kept(self) -> list[Setting]:
         """The settings of what is kept, each once."""
-        files = sorted(self._folder.glob("*-seed*.json"))
-        return list(dict.fromkeys(Setting.parse(json.loads(p.read_text(encoding="utf-8"))["setting"]) for p in files))
-
-    def _run(self, job: tuple[Setting, int]) -> Path:
-        return self._folder.parent / "runs" / self._path(job).stem
-
-    def _path(self, job: tuple[Setting, int]) -> Path:
-        return self._folder / f"{job[0].name}-seed{job[1]}.json"
+        return list(dict.fromkeys(Setting.parse(cell["setting"]) for cell in read_cells(self._path).values()))

@@ -5,12 +5,12 @@ before the noise and hands out the analysis alone; the run neither knows nor cha
 data: it is for the owner, and every output says so.
 """
 
-import json
 import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,8 +20,10 @@ from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions, options_as_dict
 from datalens.privacy import bounds
 from datalens.privacy.curves import exact_epsilon, rdp_epsilon
+from datalens.privacy.ledger import upwards
 from datalens.progress import say
-from datalens.run.folder import write_atomically
+from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
+from datalens.reproduce.output import write
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum, Contributions, Gradients
@@ -81,36 +83,41 @@ ALIKE = {"Fashion-MNIST": "fashion-mnist", "CelebA-Gender": "celeba-gender"}
 
 
 def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run what is missing, then write the figure. Returns where everything is. `stored`: run nothing, see `harness`."""
+    """Run what is missing, then write the figure. Return where everything is. `stored`: run nothing, see `harness`."""
     from datalens.data.named import sources
 
-    folder = out / f"figure2-{'full' if full else 'quick'}"
-    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    place = kept_in("figure2", full=full, out=out, stored=stored)
+    folder = made_in("figure2", full=full, out=out)
+    folder.mkdir(parents=True, exist_ok=True)
     shown, left_out = [], []
     for panel in panels(full):
-        path = (folder / "cells" if stored is None else stored / "figure2") / f"{panel.data}.json"
-        if not _finished(path, panel):
-            if stored is not None:
-                left_out.append(f"{panel.name}: not run")
-                continue
-            if not sources.downloadable(panel.data) and not sources.cached(panel.data):
-                left_out.append(
-                    f"{panel.name}: left out, its data is not on this machine (docs/data.md says where to put it)"
-                )
-                say(left_out[-1])
-                continue
-            say(f"{panel.name}: the votes of a run of its own")
-            write_atomically(path, json.dumps(_measure(panel, folder, device), indent=1).encode())
-        shown.append(json.loads(path.read_text(encoding="utf-8")))
+        found = kept(place, panel.data, {"options": panel.options})
+        if found is None and stored is not None:
+            left_out.append(f"{panel.name}: not run")
+        elif found is None and not sources.downloadable(panel.data) and not sources.cached(panel.data):
+            left_out.append(
+                f"{panel.name}: left out, its data is not on this machine (docs/data.md says where to put it)"
+            )
+            say(left_out[-1])
+        else:
+            if found is None:
+                say(f"{panel.name}: the votes of a run of its own")
+                found = keep_cell(place, panel.data, _measure(panel, folder, device))
+            shown.append(found)
     others = [other for other in alike() if other["name"] not in {panel["name"] for panel in shown}]
-    from datalens.reproduce.figure2_output import write
-
-    return write(shown, left_out, others, folder, full=full)
-
-
-def _finished(path: Path, panel: Panel) -> bool:
-    """A panel is kept as long as it was asked for in the same way."""
-    return path.exists() and json.loads(path.read_text(encoding="utf-8")).get("options") == panel.options
+    facts = {"delta": DELTA, "relation": "add-remove", "warning": bounds.WARNING}
+    content = facts | {"left_out": left_out, "whatever_the_votes": others}
+    lines = [
+        {"panel": panel["name"], **{key: "inapplicable" if v is None else v for key, v in point.items()}, **facts}
+        for panel in shown
+        for point in panel["curve"]
+    ]
+    made = write(
+        "figure2", TITLE, folder, full=full, lines=lines, content=content | {"panels": shown},
+        rows=[{key: value for key, value in p.items() if key not in ("curve", "log10_agreement")} for p in shown],
+        text=_markdown(shown, left_out, others), draw=partial(_plot, shown) if shown else None,
+    )  # fmt: skip
+    return made | content | {"ends": [{"panel": p["name"], **p["curve"][-1]} for p in shown]}
 
 
 # --- the votes of a run ---------------------------------------------------------------------------------------------
@@ -285,3 +292,120 @@ def _most_queries(accountant: str, mu_squared: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if epsilon_by(accountant, middle * mu_squared) <= EPSILON else (low, middle)
     return low
+
+
+# --- the output -----------------------------------------------------------------------------------------------------
+
+
+def _markdown(shown: list[dict[str, Any]], left_out: list[str], others: list[dict[str, Any]]) -> str:
+    lines = [
+        f"**{bounds.WARNING}**",
+        "",
+        "The paper plots both curves, for MNIST and CelebA-Hair, up to ε = 1 by the data-independent one, prints no "
+        "numbers, and says that the "
+        f"data-independent bound is always the tighter one. Here every ε is at {COST}.",
+    ]
+    for panel in shown:
+        lines += ["", *_panel_lines(panel)]
+    if left_out:
+        lines += ["", *left_out]
+    lines += ["", "## Sets that the paper does not plot, and says are alike", ""]
+    lines += [f"- {_title(other)}. {_ceiling(other)}" for other in others]
+    return "\n".join(lines) + "\n"
+
+
+def _panel_lines(panel: dict[str, Any]) -> list[str]:
+    end, at = panel["curve"][-1], panel["queries_at_epsilon"]
+    agreement = panel["log10_agreement"]
+    dependent = end["data_dependent"]
+    by_theorem4 = "inapplicable" if dependent is None else upwards(dependent, 4)
+    return [
+        f"## {_title(panel)}",
+        "",
+        f"Votes: {panel['how']}. {panel['queries']} queries were looked at, {panel['date']}.",
+        "",
+        f"| bound | ε after {end['queries']} queries ({COST}) | queries until ε = {EPSILON:g} |",
+        "|---|---|---|",
+        f"| data-independent, the paper's rdp accountant | {upwards(end['rdp'], 4)} | {at['rdp']} |",
+        f"| data-independent, exact accountant | {upwards(end['exact'], 4)} | {at['exact']} |",
+        f"| data-dependent (Theorem 4), rdp conversion | {by_theorem4} | — |",
+        f"| per query the smaller of both, rdp conversion: data-dependent for {end['smaller_is_data_dependent']}, "
+        f"data-independent for {end['smaller_is_data_independent']} (inapplicable for {end['inapplicable']}) | "
+        f"{upwards(end['smaller_of_both'], 4)} | — |",
+        "",
+        f"- Theorem 4 applies to {panel['applicable']} of {panel['queries']} queries.",
+        f"- Pr[M = ḡ*] = 1 − q of the likeliest outcome: from 10^{min(agreement):.1f} to 10^{max(agreement):.1f}.",
+        f"- {_ceiling(panel)}",
+    ]
+
+
+def _title(panel: dict[str, Any]) -> str:
+    s = panel["settings"]
+    return f"{panel['name']}: σ = {s['sigma']:g}, k = {s['k']} of {s['d']}, N = {s['teachers']}, β = {s['beta']:g}"
+
+
+def _ceiling(panel: dict[str, Any]) -> str:
+    return (
+        f"No votes whatever could bring Pr[M = ḡ*] above 10^{panel['log10_most_agreement']:.1f} at these N, k, β, σ "
+        f"and d. To apply, Theorem 4 needs {_percent(panel['log10_agreement_to_apply'])}; to be below Theorem 3 at any "
+        f"order, {_percent(panel['log10_agreement_to_pay'])}."
+    )
+
+
+def _percent(log10: float) -> str:
+    return f"{100 * 10**log10:.2g} %"
+
+
+def _plot(shown: list[dict[str, Any]], path: Path) -> None:
+    """Above: ε. Below: how likely the likeliest outcome is, and how likely it would have to be."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(shown), 7.4), layout="constrained")
+    axes = figure.subplots(2, len(shown), squeeze=False)
+    for column, panel in enumerate(shown):
+        _plot_epsilon(axes[0][column], panel)
+        _plot_agreement(axes[1][column], panel)
+    figure.suptitle(f"ε at {COST}. {bounds.WARNING}", fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_epsilon(axes: Any, panel: dict[str, Any]) -> None:
+    s, at = panel["settings"], panel["queries_at_epsilon"]
+    mu_squared = 4 * s["k"] / s["sigma"] ** 2
+    for accountant, colour, label in (
+        ("rdp", "#9aa5b1", "data-independent, the paper's rdp accountant"),
+        ("exact", "#2463b4", "data-independent, exact accountant"),
+    ):
+        queries = np.unique(np.linspace(1, at[accountant], 120).astype(int))
+        axes.plot(queries, [epsilon_by(accountant, n * mu_squared) for n in queries], color=colour, label=label)
+        axes.plot([at[accountant]], [epsilon_by(accountant, at[accountant] * mu_squared)], "o", color=colour)
+        axes.annotate(str(at[accountant]), (at[accountant], EPSILON), (0, -14), textcoords="offset points", ha="center")
+    found = [(p["queries"], p["data_dependent"]) for p in panel["curve"] if p["data_dependent"] is not None]
+    if found:
+        axes.plot(*zip(*found, strict=True), color="#c2410c", label="data-dependent (Theorem 4), rdp conversion")
+    note = f"data-dependent (Theorem 4): inapplicable at {panel['queries'] - panel['applicable']} of the"
+    axes.text(
+        0.98,
+        0.04,
+        f"{note}\n{panel['queries']} queries looked at",
+        transform=axes.transAxes,
+        ha="right",
+        color="#c2410c",
+    )
+    axes.axhline(EPSILON, color="black", linewidth=0.6, linestyle=":")
+    axes.set(xlabel="queries (synthetic images)", ylabel="ε", ylim=(0, 1.15 * EPSILON))
+    axes.set_title(f"{panel['name']}, σ = {s['sigma']:g}, k = {s['k']} of {s['d']}, N = {s['teachers']}")
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+
+
+def _plot_agreement(axes: Any, panel: dict[str, Any]) -> None:
+    values = panel["log10_agreement"]
+    axes.plot(range(1, len(values) + 1), values, ".", color="#c2410c", markersize=3, label="measured, each query")
+    for name, style, label in (
+        ("log10_most_agreement", "--", "the most that any votes could give"),
+        ("log10_agreement_to_apply", "-", "what Theorem 4 needs to apply"),
+    ):
+        axes.axhline(panel[name], color="black", linewidth=0.9, linestyle=style, label=label)
+    lowest = min(-3.0, *values)
+    axes.set(xlabel="query", ylabel="log10 Pr[M = ḡ*]", ylim=(1.1 * lowest, -0.08 * lowest))
+    axes.legend(frameon=False, loc="center", fontsize=8)

@@ -8,8 +8,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.compared import ALONE, OURS, options, said
-from datalens.reproduce.harness import Cell, Scoring, Table
 from datalens.reproduce.output import show_cost
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ def cells(full: bool) -> list[Cell]:
     ]  # fmt: skip
 
 
-def scoring(full: bool) -> Scoring:
-    return Scoring(count=400, epochs=1, seeds=1, measure="grid")
-
-
 def score(
     cell: Cell,
     scoring: Scoring,
@@ -43,7 +39,7 @@ def score(
     data_folder: Path | None,
     accuracy_real: float | None,
 ) -> dict[str, Any]:
-    """A row of pictures for each class, as PNG; the harness puts it beside the cell."""
+    """A row of pictures for each class, as PNG, which is kept beside the cell."""
     import numpy as np
     from PIL import Image
 
@@ -58,6 +54,10 @@ def score(
     Image.fromarray(sheet.squeeze(-1) if channels == 1 else sheet[..., :3]).save(file, format="PNG")
     grid = {"classes": list(synthetic.classes), "across": ACROSS, "sha256": hashlib.sha256(file.getvalue()).hexdigest()}
     return {"grid": grid, "picture": file.getvalue()}
+
+
+def scoring(full: bool) -> Scoring:
+    return Scoring(count=400, epochs=1, seeds=1, measure=score)
 
 
 def note(full: bool) -> str:
@@ -97,23 +97,21 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """All pictures that are there, on one sheet; but no faces, which would be published with it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
 
     shown = [r for r in rows if r["picture"] and not r["row"].startswith("CelebA")]
     across = min(3, max(1, len(shown)))
     down = max(1, -(-len(shown) // across))
-    figure, axes = plt.subplots(down, across, figsize=(3.6 * across, 3.9 * down), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(3.6 * across, 3.9 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, r in zip(axes.flat, shown, strict=False):
-        axis.imshow(plt.imread(r["picture"]), cmap="gray")
+        axis.imshow(imread(r["picture"]), cmap="gray")
         axis.set_title(f"{r['row']}, {r['column']}\nδ = {r['delta']:g}, {r['relation']}, {r['accountant']}", fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=80)
-    plt.close(figure)
 
 
 TABLE = Table(

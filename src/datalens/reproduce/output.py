@@ -1,66 +1,53 @@
-"""What a table of `datalens reproduce` is written as: Markdown, CSV, JSON and a plot."""
+"""What a table or figure of `datalens reproduce` is written as: Markdown, CSV, JSON and a plot."""
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datalens.privacy.ledger import upwards
 from datalens.run.folder import write_atomically
 
-if TYPE_CHECKING:
-    from datalens.reproduce.harness import Cell, Table
+Row = dict[str, Any]
 
 
 def write(
-    name: str, table: "Table", cells: "list[Cell]", results: dict[str, dict[str, Any]], folder: Path, *, full: bool
+    name: str,
+    title: str,
+    folder: Path,
+    *,
+    full: bool,
+    rows: list[Row],
+    text: str,
+    draw: Callable[[Path], None] | None = None,
+    lines: list[Row] | None = None,
+    content: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    rows = table.rows(cells, results) if table.rows else [row_of(cell, results.get(cell.name)) for cell in cells]
+    """Write a table as Markdown, CSV, JSON and, where `draw` is given, as a plot. Return where they are, and the rows.
+
+    Args:
+        text: the Markdown below the heading.
+        draw: makes the plot, at the path that it is given.
+        lines: of the CSV, where they are not the rows.
+        content: of the JSON, where it is not the rows.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     base = folder / name
-    write_atomically(
-        base.with_suffix(".json"), json.dumps({"table": name, "full": full, "rows": rows}, indent=1).encode()
-    )
+    facts = {"table": name, "full": full}
+    write_atomically(base.with_suffix(".json"), json.dumps(facts | (content or {"rows": rows}), indent=1).encode())
+    lines = rows if lines is None else lines
     with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for line in lines for key in line)))
         writer.writeheader()
-        writer.writerows(rows)
-    heading = f"# {table.title} ({'full' if full else 'quick'})\n\n{table.note(full)}\n\n"
-    write_atomically(base.with_suffix(".md"), (heading + (table.markdown or markdown)(rows)).encode())
-    (table.plot or plot_bars)(rows, table.title, base.with_suffix(".png"))
-    return {
-        "table": name,
-        "full": full,
-        "markdown": str(base.with_suffix(".md")),
-        "csv": str(base.with_suffix(".csv")),
-        "plot": str(base.with_suffix(".png")),
-        "rows": rows,
-    }
-
-
-def row_of(cell: "Cell", result: dict[str, Any] | None) -> dict[str, Any]:
-    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
-    score, trained = (result["utility"], result["train"]) if result else ({}, {})
-    ours = score.get("accuracy")
-    return {
-        "row": cell.row,
-        "column": cell.column,
-        "paper": cell.paper,
-        "ours": ours,
-        "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
-        "std": score.get("accuracy_std"),
-        "best_epoch": score.get("accuracy_best_epoch"),
-        "real": score.get("accuracy_real"),
-        "epsilon": trained.get("epsilon"),
-        "epsilon_spent": trained.get("epsilon_spent"),
-        "delta": trained.get("delta"),
-        "relation": trained.get("relation"),
-        "accountant": trained.get("accountant"),
-        "private": trained.get("private"),
-        "steps": trained.get("steps"),
-        "teachers": result["settings"].get("teachers") if result else None,
-        "train_seconds": trained.get("seconds"),
-        "certificate": result.get("certificate_sha256") if result else None,
-    }
+        for line in lines:
+            writer.writerow({k: " ".join(v) if isinstance(v, list) else v for k, v in line.items()})
+    heading = f"# {title} ({'full' if full else 'quick'})\n\n"
+    write_atomically(base.with_suffix(".md"), (heading + text).encode())
+    if draw is not None:
+        draw(base.with_suffix(".png"))
+    kinds = {"markdown": "md", "csv": "csv"} | ({} if draw is None else {"plot": "png"})
+    return facts | {kind: f"{base}.{suffix}" for kind, suffix in kinds.items()} | {"rows": rows}
 
 
 def show(value: float | None, digits: int = 4) -> str:
@@ -78,29 +65,6 @@ def show_cost(row: dict[str, Any]) -> str:
     return cost + ("" if row["private"] else " NOT PRIVATE")
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
-        "teachers | steps | seconds | certificate³ |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        cost = "not run" if r["ours"] is None else show_cost(r)
-        difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
-        lines.append(
-            f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
-            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
-            f"{show(r['train_seconds'], 1)} | {(r['certificate'] or '—')[:8]} |"
-        )
-    notes = (
-        "\n±: the spread over classifiers, each trained on images of the same run; runs would differ by more.\n"
-        "¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
-        "² The same classifier trained on as many real images: the ceiling.\n"
-        "³ How the SHA-256 of its certificate begins; the whole of it is in the cell's file.\n"
-    )
-    return "\n".join(lines) + "\n" + notes
-
-
 def plot_bars(
     rows: list[dict[str, Any]],
     title: str,
@@ -113,10 +77,7 @@ def plot_bars(
 
     A panel for each line of the paper's table, its methods one below the other.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     shown = [r for r in rows if r["ours"] is not None]
     panels = {row: [r for r in shown if r["row"] == row] for row in dict.fromkeys(r["row"] for r in shown)}
@@ -128,10 +89,8 @@ def plot_bars(
         max(lengths[start : start + across]) for start in range(0, len(lengths), across)
     ]  # in each line of panels
     heights = [0.8 + 0.42 * length for length in tallest]
-    figure, axes = plt.subplots(
-        down, across, figsize=(5.2 * across, sum(heights) + 0.8), layout="constrained", squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-    )  # fmt: skip
+    figure = Figure(figsize=(5.2 * across, sum(heights) + 0.8), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False, height_ratios=heights)
     for axis in axes.flat:
         axis.set_axis_off()
     for number, (axis, (row, panel)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
@@ -146,7 +105,6 @@ def plot_bars(
         figure.legend(named.values(), named.keys(), loc="outside upper right", frameon=False, ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def _bars(axes: Any, panel: list[dict[str, Any]], most: float) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from datalens.errors import DatalensError
 from datalens.progress import say
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.compared import OURS, PRINTED, options, said
-from datalens.reproduce.harness import Cell, Scoring, Table
 from datalens.reproduce.output import plot_bars, show, show_cost
 
 if TYPE_CHECKING:
@@ -45,12 +45,6 @@ def cells(full: bool) -> list[Cell]:
     return found
 
 
-def scoring(full: bool) -> Scoring:
-    """`epochs` are those of the judge."""
-    epochs = 20 if full else 2
-    return Scoring(count=10_000 if full else 2_000, epochs=epochs, seeds=1, classifier="judge", measure="quality")
-
-
 def score(
     cell: Cell,
     scoring: Scoring,
@@ -79,6 +73,12 @@ def score(
     features = _features(learned, quick=quick)
     distance = fid(synthetic.images, training.images[:count], features, held_out=test.images[:count])
     return {"inception": scored.as_dict(), "fid": distance.as_dict()}
+
+
+def scoring(full: bool) -> Scoring:
+    """`epochs` are those of the judge."""
+    epochs = 20 if full else 2
+    return Scoring(count=10_000 if full else 2_000, epochs=epochs, seeds=1, classifier="judge", measure=score)
 
 
 def _features(judge: "Judge", *, quick: bool) -> "Features":

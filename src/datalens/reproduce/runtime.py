@@ -1,25 +1,32 @@
-"""Section 5.2's running time: seconds per epoch at 2000 and 4000 teachers, each cell a real (short) run.
+"""Seconds per epoch, each cell a real (short) run: Section 5.2's running time, and Table 6, by compressor.
 
 An epoch of the paper's code is one iteration: two steps of every teacher, the vote of all of them, and a step of the
 student.
 """
 
-import csv
 import itertools
 import json
 import platform
 import statistics
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datalens.options import TrainOptions
 from datalens.progress import say
-from datalens.run.folder import write_atomically
+from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
+from datalens.reproduce.output import Row, write
 
-TITLE = "Running time: seconds per epoch"
+TITLES = {"runtime": "Running time: seconds per epoch", "table6": "Table 6: seconds per epoch, by compressor"}
 PAPER = {2000: 149.92, 4000: 322.17}  # paper-size teachers on an RTX 2080 Ti
-DATA = "mnist"
+TABLE6: dict[str, dict[str, float]] = {  # on a Tesla T4
+    "mnist": {"TopAgg": 338.34, "D²P-Fed": 492.43, "FetchSGD": 785.34},
+    "fashion-mnist": {"TopAgg": 340.84, "D²P-Fed": 471.02, "FetchSGD": 775.35},
+}
+COMPRESS = {"TopAgg": "topk-sign", "D²P-Fed": "klevel", "FetchSGD": "sketch"}
+DATA = "mnist"  # of the running time
+QUICK = 500  # teachers of a quick Table 6
 STEPS = 8  # the first is not counted: it has ten teacher steps, and kernels are compiled in it
 
 
@@ -31,25 +38,40 @@ def cells(full: bool) -> list[dict[str, Any]]:
     return [{"network": network, "teachers": n} for network, counts in sizes.items() for n in counts]
 
 
-def reproduce(*, full: bool, out: Path, device: str) -> dict[str, Any]:
-    """Run what is missing, then write the table. Returns where everything is."""
-    folder = out / f"runtime-{'full' if full else 'quick'}"
-    (folder / "cells").mkdir(parents=True, exist_ok=True)
-    rows = []
-    for number, cell in enumerate(wanted := cells(full), start=1):
-        name = f"{cell['network']}-{cell['teachers']}"
-        path = folder / "cells" / f"{name}.json"
-        if not path.exists():
-            say(f"[{number}/{len(wanted)}] {cell['teachers']} {cell['network']} teachers")
-            write_atomically(path, json.dumps(_run(cell, folder / "runs" / name, device), indent=1).encode())
-        rows.append(json.loads(path.read_text(encoding="utf-8")))
-    return _write(rows, folder, full=full)
+def cells_of_table6(full: bool) -> list[dict[str, Any]]:
+    """What is run: the paper's 4000 teachers, or without a GPU fewer of the spectral kind, over all 784 cosines."""
+    quick: dict[str, Any] = {"network": "spectral", "basis": "dct", "basis_size": 784, "k": 200}
+    found = []
+    for data, printed in TABLE6.items() if full else [("mnist", TABLE6["mnist"])]:
+        for column in printed:
+            compress: dict[str, Any] = {"data": data, "compress": COMPRESS[column], "teachers": 4000 if full else QUICK}
+            own = {} if full else {**quick, "k": None} if COMPRESS[column] == "klevel" else quick
+            found.append(compress | own)
+    return found
 
 
-def _run(cell: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
+def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
+    """Run what is missing, then write the table. Return where everything is."""
+    place, folder = kept_in(name, full=full, out=out), made_in(name, full=full, out=out)
+    wanted = cells(full) if name == "runtime" else cells_of_table6(full)
+    rows: list[Row] = []
+    for number, cell in enumerate(wanted, start=1):
+        called = f"{cell['network']}-{cell['teachers']}" if name == "runtime" else f"{cell['data']}-{cell['compress']}"
+        found = kept(place, called, cell)
+        if found is None:
+            say(f"[{number}/{len(wanted)}] {called}")
+            found = keep_cell(place, called, _run(name, cell, folder / "runs" / called, device))
+        rows.append(found)
+    text, draw = (_runtime, partial(_plot, rows)) if name == "runtime" else (_table6, None)
+    return write(name, TITLES[name], folder, full=full, rows=rows, text=text(rows, full=full), draw=draw)
+
+
+def _run(name: str, cell: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
+    if name == "table6":
+        return cell | measure(cell | {"method": "datalens-paper"}, run, device)
     method = "datalens" if cell["network"] == "spectral" else "datalens-paper"
-    found = measure({"data": DATA, "method": method, **cell}, run, device)
-    return {**cell, "paper": PAPER.get(cell["teachers"]) if cell["network"] == "paper" else None, **found}
+    paper = PAPER.get(cell["teachers"]) if cell["network"] == "paper" else None
+    return {**cell, "paper": paper, **measure({"data": DATA, "method": method, **cell}, run, device)}
 
 
 def measure(options: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
@@ -85,16 +107,8 @@ def _processor() -> str:
     return f"{torch.get_num_threads()} threads, {platform.machine()}"
 
 
-def _write(rows: list[dict[str, Any]], folder: Path, *, full: bool) -> dict[str, Any]:
-    base = folder / "runtime"
-    write_atomically(base.with_suffix(".json"), json.dumps({"full": full, "rows": rows}, indent=1).encode())
-    with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def _runtime(rows: list[Row], *, full: bool) -> str:
     lines = [
-        f"# {TITLE} ({'full' if full else 'quick'})",
-        "",
         "MNIST, batch 15, two teacher steps an epoch, with student, ledger and journal. The paper's figures are for "
         "its own teachers on an RTX 2080 Ti; ours are from the machine named in the row.",
     ]
@@ -108,25 +122,35 @@ def _write(rows: list[dict[str, Any]], folder: Path, *, full: bool) -> dict[str,
         ratio = f"{row['paper'] / row['seconds_per_epoch']:.0f}" if row["paper"] else "—"
         ours = f"{row['seconds_per_epoch']:.3f}"
         lines.append(f"| {row['network']} | {row['teachers']} | {paper} | {ours} | {ratio} | {row['machine']} |")
-    write_atomically(base.with_suffix(".md"), ("\n".join(lines) + "\n").encode())
-    _plot(rows, base.with_suffix(".png"))
-    names = {"markdown": "md", "csv": "csv", "plot": "png"}
-    return {"table": "runtime", "full": full, **{k: f"{base}.{v}" for k, v in names.items()}, "rows": rows}
+    return "\n".join(lines) + "\n"
+
+
+def _table6(rows: list[Row], *, full: bool) -> str:
+    lines = [
+        f"{rows[0]['teachers']} teachers, batch 15, two teacher steps an epoch, with student, ledger and journal. "
+        "The paper's figures are from a Tesla T4; ours are from the machine named in the row.",
+    ]
+    if not full:
+        lines.append("**Quick: few small teachers over 784 cosines. Use --full on a GPU for the paper's 4000.**")
+    lines += ["", "| data | compressor | paper | ours | machine |", "|---|---|---|---|---|"]
+    columns = {compress: column for column, compress in COMPRESS.items()}
+    for row in rows:
+        column = columns[row["compress"]]
+        paper, ours = TABLE6[row["data"]][column], row["seconds_per_epoch"]
+        lines.append(f"| {row['data']} | {column} | {paper:.2f} | {ours:.3f} | {row['machine']} |")
+    return "\n".join(lines) + "\n"
 
 
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for network in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == network]
         seconds = [row["seconds_per_epoch"] for row in mine]
         axes.plot([row["teachers"] for row in mine], seconds, "o-", label=f"ours, {network} teachers")
     axes.plot(list(PAPER), list(PAPER.values()), "s--", color="#9aa5b1", label="the paper, RTX 2080 Ti")
-    axes.set(yscale="log", xlabel="teachers", ylabel="seconds per epoch", title=TITLE)
+    axes.set(yscale="log", xlabel="teachers", ylabel="seconds per epoch", title=TITLES["runtime"])
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
-    plt.close(figure)

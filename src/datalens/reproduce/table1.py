@@ -2,6 +2,7 @@
 
 import math
 
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.compared import (
     ALONE,
     AUTHORS,
@@ -14,7 +15,6 @@ from datalens.reproduce.compared import (
     options,
     said,
 )
-from datalens.reproduce.harness import Cell, Scoring, Table
 
 # The paper's printed values: data set → that of DC-GAN, without privacy.
 DCGAN = {"MNIST": 0.9653, "Fashion-MNIST": 0.8032, "CelebA-Gender": 0.8149, "CelebA-Hair": 0.7678, "Places365": 0.7404}

@@ -1,7 +1,7 @@
 """Table 2: the same at small budgets, ε from 0.2 to 1, on MNIST and Fashion-MNIST."""
 
+from datalens.reproduce.cells import Cell, Table
 from datalens.reproduce.compared import FULL_SIZE_AUTHORS, OURS, PRINTED, options, said
-from datalens.reproduce.harness import Cell, Table
 from datalens.reproduce.table1 import scoring
 
 # The paper's printed values, in the order of PRINTED. For DP-GAN on MNIST at ε = 1, Table 1 prints 0.4036.

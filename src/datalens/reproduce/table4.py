@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from datalens.reproduce.cells import Cell, Table
 from datalens.reproduce.compared import ALONE, DATA, FEW_TEACHERS, METHODS, QUICK_SAID
-from datalens.reproduce.harness import Cell, Table
 from datalens.reproduce.table1 import scoring
 
 # The paper's printed values, ε = 1: data set → option → value → accuracy.

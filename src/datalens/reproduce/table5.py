@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from datalens.reproduce.cells import Cell, Table
 from datalens.reproduce.compared import ALONE, DATA, FEW_COSINES, FEW_TEACHERS, METHODS, said
-from datalens.reproduce.harness import Cell, Table
+from datalens.reproduce.runtime import COMPRESS
 from datalens.reproduce.table1 import scoring
-from datalens.reproduce.table6 import COMPRESS
 
 # The paper's printed values.
 PAPER: dict[str, dict[str, float]] = {

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from datalens.reproduce.cells import Cell, Table
 from datalens.reproduce.compared import ALONE, DATA, FEW_COSINES, FEW_TEACHERS, METHODS, said
-from datalens.reproduce.harness import Cell, Table
 from datalens.reproduce.table1 import scoring
 from datalens.reproduce.table4 import USUAL
 

@@ -3,11 +3,10 @@
 τ_k is measured on teachers' gradients in a real run, before they are bounded: for the owner, and every output says so.
 """
 
-import csv
 import itertools
-import json
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,9 +23,10 @@ from datalens.progress import bar, say
 from datalens.public import theorem6 as theorem
 from datalens.public import theorem6_choose
 from datalens.public import theorem6_tau as leftovers
-from datalens.reproduce import simulate
+from datalens.reproduce import figure2
 from datalens.reproduce.compared import FEW_TEACHERS
-from datalens.run.folder import write_atomically
+from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
+from datalens.reproduce.output import write
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import Contributions, Gradients
@@ -36,16 +36,156 @@ WARNING = "τ_k is measured on teachers' gradients without noise: for the owner,
 ROWS = 2000  # gradients looked at in a step, at most
 
 
+Array = NDArray[np.float64]
+
 # --- simulated teachers ---------------------------------------------------------------------------------------------
+# F_n(x) = Σ_i w_i·s·log cosh((x_i − b_ni)/s): gradients are w_i·tanh, so bounded, and L = max w / s.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teachers:
+    """weights w [d], centres b [N, d], width s; all start at x₀ = `start` in every coordinate."""
+
+    weights: Array
+    centres: Array
+    width: float
+    start: float
+
+    @classmethod
+    def make(
+        cls, *, dimensions: int, teachers: int, spread: float, decay: float, width: float, start: float, seed: int
+    ) -> "Teachers":
+        """Weights fall as i^−decay; centres are normal with standard deviation `spread`."""
+        rng = np.random.default_rng(seed)
+        return cls(
+            weights=np.arange(1, dimensions + 1, dtype=np.float64) ** -decay,
+            centres=spread * rng.standard_normal((teachers, dimensions)),
+            width=width,
+            start=start,
+        )
+
+    def gradients(self, x: Array) -> Array:
+        """Of every teacher: [r, N, d] at r points."""
+        return self.weights * np.tanh((x[:, None, :] - self.centres) / self.width)
+
+    def value(self, x: Array) -> Array:
+        """f: [r] at r points."""
+        away = np.abs(x[:, None, :] - self.centres) / self.width
+        log_cosh = away + np.log1p(np.exp(-2 * away)) - math.log(2)
+        return (self.weights * self.width * log_cosh).sum(axis=2).mean(axis=1)
+
+    def best(self) -> Array:
+        """x*: every coordinate on its own, by bisection, since its slope rises."""
+        low, high = self.centres.min(axis=0), self.centres.max(axis=0)
+        for _ in range(80):
+            middle = (low + high) / 2
+            up = self.gradients(middle[None])[0].mean(axis=0) > 0
+            low, high = np.where(up, low, middle), np.where(up, middle, high)
+        return (low + high) / 2
+
+    def problem(self) -> theorem.Problem:
+        """The constants of the assumptions. tanh is 1-Lipschitz, so gradients deviate by w/s times their centres do."""
+        w, d = self.weights, len(self.weights)
+        deviations = np.minimum(w / self.width * self.centres.std(axis=0), w)
+        ends = np.stack([np.full(d, self.start), self.best()])
+        first, least = self.value(ends)
+        return theorem.Problem(
+            dimensions=d,
+            teachers=len(self.centres),
+            smoothness=float(w.max() / self.width),
+            gradient=float(np.sqrt((w**2).sum())),
+            deviation=float(np.sqrt((deviations**2).sum())),
+            deviation_l1=float(deviations.sum()),
+            gap=float(first - least),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """After T steps: the left side without its factor, by many repetitions."""
+
+    steps: int
+    left: float  # mean over t of E min{‖∇f‖², ‖∇f‖₁}: what the proof bounds
+    error: float  # its standard error
+    left_printed: float  # mean over t of min{E‖∇f‖², E‖∇f‖₁}: what is printed, and never smaller
+    tau: float  # the largest τ_k of a teacher's gradient on the way
+
+
+def simulate(
+    teachers: Teachers, choice: theorem.Choice, *, ends: tuple[int, ...], repeats: int, seed: int
+) -> Iterator[Measured]:
+    """What Equation 2 does up to each of `ends`."""
+    theorem.check(teachers.problem(), choice)
+    rng = np.random.default_rng(seed)
+    x = np.full((repeats, len(teachers.weights)), teachers.start)
+    smaller, squares, sums, most = np.zeros(repeats), [], [], 0.0
+    for step in range(1, max(ends) + 1):
+        gradients = teachers.gradients(x)
+        slope = gradients.mean(axis=1)
+        square, total = (slope**2).sum(axis=1), np.abs(slope).sum(axis=1)
+        smaller += np.minimum(square, total)
+        squares.append(square.mean())
+        sums.append(total.mean())
+        rows = gradients.reshape(-1, gradients.shape[2])
+        most = max(most, float(leftovers.tau(rows)[:, choice.k].max(initial=0.0)))
+        x = x - choice.rate * (_compressed(gradients, choice, rng).mean(axis=1) + _noise(x, len(rows), choice, rng))
+        if step in ends:
+            own = smaller / step
+            yield Measured(
+                steps=step,
+                left=float(own.mean()),
+                error=float(own.std(ddof=1) / math.sqrt(repeats)),
+                left_printed=float(np.mean(np.minimum(squares, sums))),
+                tau=most,
+            )
+
+
+def _compressed(gradients: Array, choice: theorem.Choice, rng: np.random.Generator) -> Array:
+    """Q(clip(top-k(g), c)) of every teacher."""
+    size = np.abs(gradients)
+    least = -np.partition(-size, choice.k - 1, axis=2)[..., choice.k - 1 : choice.k]
+    kept = np.clip(np.where(size >= least, gradients, 0.0), -choice.clip, choice.clip)
+    if not choice.quantised:
+        return kept
+    return np.sign(kept) * (rng.random(kept.shape) < np.abs(kept))
+
+
+def _noise(x: Array, rows: int, choice: theorem.Choice, rng: np.random.Generator) -> Array:
+    """Of the mean over teachers."""
+    teachers = rows // len(x)
+    spread = math.sqrt(choice.noise * choice.k / (teachers if choice.drawn == "per teacher" else teachers**2))
+    return spread * rng.standard_normal(x.shape)
+
+
+def one_step(
+    teachers: Teachers, choice: theorem.Choice, *, repeats: int, seed: int
+) -> tuple[float, float, float, float]:
+    """From x*, where teachers agree: E f(x₁) − f(x*) with its standard error, and the most that the proof allows it.
+
+    There every teacher's gradient is 0, so all that moves x is noise. The proof's second inequality leaves Lγ²·Ak of it
+    as printed; d times that as corrected.
+    """
+    x = np.repeat(teachers.best()[None], repeats, axis=0)
+    problem = teachers.problem()
+    rng = np.random.default_rng(seed)
+    moved = x - choice.rate * _noise(x, repeats * problem.teachers, choice, rng)
+    rise = teachers.value(moved) - teachers.value(x[:1])
+    printed = problem.smoothness * choice.rate**2 * choice.noise * choice.k
+    return (
+        float(rise.mean()),
+        float(rise.std(ddof=1) / math.sqrt(repeats)),
+        printed,
+        problem.dimensions * printed,
+    )
 
 
 def sizes(full: bool) -> dict[str, Any]:
     return {"repeats": 200, "ends": (20, 400)} if full else {"repeats": 24, "ends": (20, 100)}
 
 
-def problems() -> dict[str, simulate.Teachers]:
+def problems() -> dict[str, Teachers]:
     """Teachers that disagree, and one of them alone; gradients that fall off, and flat ones."""
-    make = simulate.Teachers.make
+    make = Teachers.make
     return {
         "8 teachers that disagree": make(
             dimensions=24, teachers=8, spread=0.3, decay=0.7, width=1.0, start=2.0, seed=1
@@ -78,7 +218,7 @@ def grid(full: bool) -> list[dict[str, Any]]:
     with bar("simulated teachers", len(wanted)) as (progress, task):
         for number, (name, made, choice) in enumerate(wanted):
             problem = made.problem()
-            for found in simulate.measure(made, choice, seed=number, **how):
+            for found in simulate(made, choice, seed=number, **how):
                 at = replace(choice, steps=found.steps, tau=found.tau)
                 line = {"problem": name, **asdict(at), "left": found.left, "error": found.error}
                 line["left_printed"] = found.left_printed
@@ -94,10 +234,10 @@ def grid(full: bool) -> list[dict[str, Any]]:
 
 def twins() -> dict[str, dict[str, float]]:
     """Where a bound without the factor d must fail, and the right one must not."""
-    flat = simulate.Teachers(weights=np.full(100, 10.0), centres=np.zeros((1, 100)), width=10.0, start=0.0)
+    flat = Teachers(weights=np.full(100, 10.0), centres=np.zeros((1, 100)), width=10.0, start=0.0)
     choice = theorem.Choice(k=100, clip=1.0, rate=0.01, steps=1500, noise=0.2, tau=0.0, quantised=False, drawn="once")
-    rise, error, printed, corrected = simulate.one_step(flat, choice, repeats=4000, seed=0)
-    [found] = simulate.measure(flat, choice, ends=(choice.steps,), repeats=8, seed=0)
+    rise, error, printed, corrected = one_step(flat, choice, repeats=4000, seed=0)
+    [found] = simulate(flat, choice, ends=(choice.steps,), repeats=8, seed=0)
     problem = flat.problem()
     right = theorem.bound(problem, choice, "sharp")
     broken = replace(right, noise=right.noise / problem.dimensions)
@@ -145,7 +285,7 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
 def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
     """τ_k over the gradients of a run, which is thrown away: it is nobody's release."""
     say(f"{crew.name}: the gradients of a run of its own")
-    seen: list[NDArray[np.float64]] = []
+    seen: list[Array] = []
 
     def looking(compress: "Callable[[Gradients], Contributions]") -> "Callable[[Gradients], Contributions]":
         def look(gradients: "Gradients") -> "Contributions":
@@ -156,15 +296,13 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
 
         return look
 
-    from datalens.reproduce.figure2 import watched_run
-
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as place:
         options = TrainOptions(out=Path(place) / "run", device=device, **crew.options)  # type: ignore[arg-type]
-        settings = watched_run(options, lambda _: lambda votes: None, looking)
+        settings = figure2.watched_run(options, lambda _: lambda votes: None, looking)
     return summary(crew, np.concatenate(seen), settings)
 
 
-def summary(crew: Crew, curves: NDArray[np.float64], s: TopAggSettings) -> dict[str, Any]:
+def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
     mean = curves.mean(axis=0)
     fitted = leftovers.fit(mean)
     facts: dict[str, Any] = {
@@ -198,53 +336,38 @@ def summary(crew: Crew, curves: NDArray[np.float64], s: TopAggSettings) -> dict[
 
 
 def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run what is missing, then write it all. Returns where everything is. `stored`: run nothing, see `harness`."""
-    folder = out / f"theory-{'full' if full else 'quick'}"
-    cells = folder / "cells" if stored is None else stored / "theory"
-    (folder if stored is not None else cells).mkdir(parents=True, exist_ok=True)
+    """Run what is missing, then write it all. Return where everything is. `stored`: run nothing, see `harness`."""
+    place = kept_in("theory", full=full, out=out, stored=stored)
+    folder = made_in("theory", full=full, out=out)
+    folder.mkdir(parents=True, exist_ok=True)
 
-    def kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def measured(name: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was measured as it is asked for, or is now."""
-        path = cells / f"{name}.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if all(found.get(key) == value for key, value in json.loads(json.dumps(asked)).items()):
-            return dict(found)
-        if stored is not None:
-            raise DatalensError(f"{path} is not there, or not of this: leave --from out, and it is measured")
-        write_atomically(path, json.dumps(measure(), indent=1).encode())
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = kept(place, name, asked)
+        if found is None and stored is not None:
+            raise DatalensError(f"{place} has no {name}, or not of this: leave --from out, and it is measured")
+        return found or keep_cell(place, name, make())
 
     shown = []
     for crew in crews(full):
         name = crew.name.replace(", ", "-").replace(" ", "-")
-        shown.append(kept(name, {"options": crew.options}, partial(measure_crew, crew, folder, device)))
+        shown.append(measured(name, {"options": crew.options}, partial(measure_crew, crew, folder, device)))
     how = sizes(full)
-    simulated = kept("simulation", how, lambda: {**how, "twins": twins(), "grid": grid(full)})
+    simulated = measured("simulation", how, lambda: {**how, "twins": twins(), "grid": grid(full)})
     lines, broken = simulated["grid"], simulated["twins"]
-    base = folder / "theory"
-    content = {"full": full, "warning": WARNING, "twins": broken, "teachers": shown, "grid": lines}
-    write_atomically(base.with_suffix(".json"), json.dumps(content, indent=1).encode())
-    with open(base.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    write_atomically(base.with_suffix(".md"), markdown(lines, broken, shown, full=full).encode())
-    from datalens.reproduce.theory_plot import plot
-
-    plot(lines, shown, base.with_suffix(".png"))
-    names = {"markdown": "md", "csv": "csv", "plot": "png"}
-    rows = [{k: v for k, v in one.items() if k not in ("mean", "most")} for one in shown]
-    return {"table": "theory", "full": full, **{k: f"{base}.{v}" for k, v in names.items()}, "rows": rows}
+    return write(
+        "theory", TITLE, folder, full=full, lines=lines, text=markdown(lines, broken, shown, full=full),
+        content={"warning": WARNING, "twins": broken, "teachers": shown, "grid": lines},
+        rows=[{k: v for k, v in one.items() if k not in ("mean", "most")} for one in shown],
+        draw=partial(plot, lines, shown),
+    )  # fmt: skip
 
 
 def markdown(
     lines: list[dict[str, Any]], broken: dict[str, dict[str, float]], shown: list[dict[str, Any]], *, full: bool
 ) -> str:
-    mode, repeats = ("full", "quick")[not full], sizes(full)["repeats"]
     text = [
-        f"# {TITLE} ({mode})",
-        "",
-        f"## The bound, on {len(lines)} simulated cases, {repeats} repetitions each",
+        f"## The bound, on {len(lines)} simulated cases, {sizes(full)['repeats']} repetitions each",
         "",
         "How much of what each version allows was used, at most; below 1 in every case: the bound held.",
         "",
@@ -284,3 +407,55 @@ def markdown(
 def _verdict(row: dict[str, float], name: str) -> str:
     broken = row["left"] - 3 * row["error"] > row[name]
     return f"{row[name]:.3g}: {'violated' if broken else 'holds'}"
+
+
+def plot(lines: list[dict[str, Any]], shown: list[dict[str, Any]], path: Path) -> None:
+    """Above: measured against allowed. Then, for each crew: τ_k with its models, and bias and noise for each k."""
+    from matplotlib.figure import Figure
+
+    places: Any = [["bounds", "bounds"], *([f"tau {i}", f"trade-off {i}"] for i in range(len(shown)))]
+    figure = Figure(figsize=(10, 4.2 * len(places)), layout="constrained")
+    axes = figure.subplot_mosaic(places)
+    _bounds(axes["bounds"], lines)
+    for number, one in enumerate(shown):
+        _tau(axes[f"tau {number}"], one)
+        _trade_off(axes[f"trade-off {number}"], one)
+    figure.suptitle(shown[0]["warning"], fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def _bounds(axes: Any, lines: list[dict[str, Any]]) -> None:
+    for version, mark in (("printed", "x"), ("corrected", "."), ("sharp", "+")):
+        axes.plot([r["left"] for r in lines], [r[version] for r in lines], mark, ms=4, label=version)
+    ends = [min(r["left"] for r in lines), max(r["left"] for r in lines)]
+    axes.plot(ends, ends, "k-", lw=0.8, label="below this line a bound would be wrong")
+    axes.set(
+        xscale="log", yscale="log", xlabel="mean of min{‖∇f‖², ‖∇f‖₁}, measured", ylabel="allowed by Theorem 6",
+        title="simulated teachers",
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _tau(axes: Any, one: dict[str, Any]) -> None:
+    d, fit = one["dimensions"], one["fit"]
+    ks = np.arange(d + 1)
+    axes.plot(ks, one["mean"], label="measured, mean")
+    axes.plot(ks, one["most"], ":", label="measured, most")
+    axes.plot(ks, leftovers.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
+    axes.plot(ks, leftovers.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
+    axes.plot(ks, np.sqrt(1 - ks / d), color="#9aa5b1", label="worst of all")
+    axes.set(xlabel="k", ylabel="τ_k", title=f"{one['name']}: what top-k leaves out")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _trade_off(axes: Any, one: dict[str, Any]) -> None:
+    facts = {name: one[name] for name in ("dimensions", "teachers", "sigma", "k", "steps")}
+    bias, noise = theorem6_choose.trade_off(**facts, shape=one["fit"]["weibull_shape"])
+    ks = np.arange(1, one["dimensions"] + 1)
+    axes.plot(ks, bias, label="bias of top-k")
+    axes.plot(ks, noise, label="noise, at the best rate")
+    axes.plot(ks, bias + noise, "k-", label="both")
+    axes.axvline(one["suggested"]["k"], color="k", ls=":", label=f"smallest at k = {one['suggested']['k']}")
+    axes.axvline(one["k"], color="#9aa5b1", ls=":", label=f"used: k = {one['k']}")
+    axes.set(xlabel="k", ylabel="in units of M²", title=f"{one['name']}: the trade-off", xscale="log")
+    axes.legend(frameon=False, fontsize=8)

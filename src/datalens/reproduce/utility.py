@@ -8,7 +8,7 @@ A line is the whole pipeline (training, sampling, classifier), repeated with oth
 import statistics
 from typing import Any
 
-from datalens.reproduce.harness import Cell, Scoring, Table
+from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.output import show, show_cost, show_ours
 
 COUNT, EPOCHS = 20_000, 16  # synthetic images, epochs of the classifier

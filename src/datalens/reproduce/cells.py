@@ -1,0 +1,232 @@
+"""What a table of the paper is made of: a cell is a run with ledger and certificate, and its score.
+
+A table lists its cells. Its lines, and how they are shown, are those of accuracies unless it brings its own.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datalens.errors import DatalensError
+from datalens.options import TrainOptions
+from datalens.reproduce.output import Row, plot_bars, show, show_cost, show_ours
+from datalens.run.folder import write_atomically
+
+if TYPE_CHECKING:
+    from datalens.evaluate.classifiers import ClassifierName
+    from datalens.released.synthetic import SyntheticDataset
+
+Results = dict[str, dict[str, Any]]  # of finished cells, by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One figure of a table: how to train it, and what the paper prints (None: the paper has no such cell)."""
+
+    row: str
+    column: str
+    paper: float | None
+    options: dict[str, Any] | None  # for TrainOptions; None: not built yet, the paper's value stands alone
+
+    @property
+    def name(self) -> str:
+        """A plain file name: "MNIST ε=1", "DataLens" → mnist-eps1-datalens; and the seed, where one is asked for."""
+        seed = f" seed{self.options['seed']}" if self.options and "seed" in self.options else ""
+        text = f"{self.row} {self.column}{seed}".lower().replace("ε=", "eps").replace("∞", "inf").replace("β", "beta")
+        return "-".join("".join(c if (c.isascii() and c.isalnum()) or c == "." else " " for c in text).split())
+
+    @property
+    def asked(self) -> dict[str, Any] | None:
+        """The options as JSON has them, which knows no infinity."""
+        if self.options is None:
+            return None
+        return {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in self.options.items()}
+
+    @property
+    def run_name(self) -> str:
+        """Of its run, where tables share runs: what was asked for decides it."""
+        assert self.options is not None
+        asked = {k: v for k, v in (self.asked or {}).items() if (k, v) != ("seed", 0)}  # the default: the same run
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
+        epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
+        return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
+
+
+# --- running a cell -------------------------------------------------------------------------------------------------
+
+
+def accuracy(
+    cell: Cell,
+    scoring: "Scoring",
+    synthetic: "SyntheticDataset",
+    device: str,
+    *,
+    data_folder: Path | None,
+    accuracy_real: float | None,
+) -> dict[str, Any]:
+    """Score a cell by the accuracy, on real images, of a classifier trained on the synthetic ones."""
+    from datalens.data import formats
+    from datalens.driver import choose_device
+    from datalens.evaluate.utility import evaluate
+
+    assert cell.options is not None
+    data = cell.options["data"]
+    real = formats.load_some(data, most=scoring.count, folder=data_folder)
+    test = formats.load(data, "test", folder=data_folder)
+    score = evaluate(
+        synthetic,
+        real.images,
+        real.labels,
+        test.images[: scoring.test],
+        test.labels[: scoring.test],
+        seeds=scoring.seeds,
+        epochs=scoring.epochs,
+        device=choose_device(device),
+        classifier=scoring.classifier,
+        first_seed=cell.options.get("seed", 0),
+        accuracy_real=accuracy_real,
+    )
+    return {"utility": score.as_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a cell's release is scored; the same for every cell of a table."""
+
+    count: int
+    epochs: int
+    seeds: int
+    classifier: "ClassifierName" = "paper"
+    test: int | None = None  # real images it is tested on: the first so many, or all
+    measure: Callable[..., dict[str, Any]] = accuracy  # what becomes part of the cell; see `accuracy` for its arguments
+
+
+def run_cell(
+    cell: Cell, scoring: Scoring, run: Path, device: str, *, data_folder: Path | None, accuracy_real: float | None
+) -> dict[str, Any]:
+    """Train, check the release, sample, score. The cell's seed is that of all of it; no path gets into the result."""
+    from datalens.driver import choose_device
+    from datalens.released.release import sample
+
+    assert cell.options is not None
+    trained = _train(cell, run, device, data_folder)
+    began = time.monotonic()
+    synthetic = sample(
+        run / "release", count=scoring.count, seed=cell.options.get("seed", 0), device=choose_device(device)
+    )
+    sample_seconds = time.monotonic() - began
+    score = scoring.measure(cell, scoring, synthetic, device, data_folder=data_folder, accuracy_real=accuracy_real)
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "paper": cell.paper,
+        "options": cell.asked,
+        "date": datetime.now(UTC).date().isoformat(),
+        **score,
+        "train": {key: value for key, value in trained.items() if key != "run"},
+        "sample_seconds": round(sample_seconds, 2),
+        "settings": synthetic.certificate["settings"],
+        "certificate_sha256": synthetic.certificate["sha256"]["certificate"],
+        "versions": synthetic.certificate["versions"],
+    }
+
+
+def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict[str, Any]:
+    """The run of a cell, or the one that another cell has made with the same options, checked."""
+    from datalens.driver import train
+    from datalens.released.verification import check_release
+
+    facts = run / "trained.json"
+    if facts.exists() and not check_release(run / "release").problems:
+        found: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
+        return found
+    assert cell.options is not None
+    where: dict[str, Any] = {"out": run, "device": device, "data_folder": data_folder}
+    trained = train(TrainOptions(**where, resume=(run / "ledger.jsonl").exists(), **cell.options))
+    if trained["interrupted"]:
+        raise KeyboardInterrupt
+    problems = check_release(run / "release").problems
+    if problems:
+        raise DatalensError(f"{run}: {problems[0]}")
+    write_atomically(facts, json.dumps(trained, indent=1).encode())
+    return trained
+
+
+# --- lines of accuracies --------------------------------------------------------------------------------------------
+
+
+def rows_of_accuracies(cells: list[Cell], results: Results) -> list[Row]:
+    return [_row(cell, results.get(cell.name)) for cell in cells]
+
+
+def _row(cell: Cell, result: dict[str, Any] | None) -> Row:
+    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
+    score, trained = (result["utility"], result["train"]) if result else ({}, {})
+    ours = score.get("accuracy")
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "paper": cell.paper,
+        "ours": ours,
+        "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
+        "std": score.get("accuracy_std"),
+        "best_epoch": score.get("accuracy_best_epoch"),
+        "real": score.get("accuracy_real"),
+        "epsilon": trained.get("epsilon"),
+        "epsilon_spent": trained.get("epsilon_spent"),
+        "delta": trained.get("delta"),
+        "relation": trained.get("relation"),
+        "accountant": trained.get("accountant"),
+        "private": trained.get("private"),
+        "steps": trained.get("steps"),
+        "teachers": result["settings"].get("teachers") if result else None,
+        "train_seconds": trained.get("seconds"),
+        "certificate": result.get("certificate_sha256") if result else None,
+    }
+
+
+def show_accuracies(rows: list[Row]) -> str:
+    lines = [
+        "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
+        "teachers | steps | seconds | certificate³ |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cost = "not run" if r["ours"] is None else show_cost(r)
+        difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
+        lines.append(
+            f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
+            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
+            f"{show(r['train_seconds'], 1)} | {(r['certificate'] or '—')[:8]} |"
+        )
+    notes = (
+        "\n±: the spread over classifiers, each trained on images of the same run; runs would differ by more.\n"
+        "¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
+        "² The same classifier trained on as many real images: the ceiling.\n"
+        "³ How the SHA-256 of its certificate begins; the whole of it is kept with the cell.\n"
+    )
+    return "\n".join(lines) + "\n" + notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of the paper. `cells(full)` lists its figures; `note(full)` says honestly how they were made.
+
+    A table whose lines are not its cells brings its own `rows` (of cells, and results by a cell's name) and `markdown`.
+    """
+
+    title: str
+    cells: Callable[[bool], list[Cell]]
+    note: Callable[[bool], str]
+    scoring: Callable[[bool], Scoring]
+    rows: Callable[[list[Cell], Results], list[Row]] = rows_of_accuracies
+    markdown: Callable[[list[Row]], str] = show_accuracies
+    plot: Callable[[list[Row], str, Path], None] = plot_bars
+    shares_runs: bool = False  # with other tables: what one has trained the others find
+    kept_as: str | None = None  # under which name its cells are kept, where another table has the same ones
