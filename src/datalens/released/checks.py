@@ -22,6 +22,7 @@ from datalens.privacy.events import (
     GaussianEvent,
     SubsampledGaussianEvent,
     UnknownEvent,
+    of_part,
 )
 from datalens.privacy.ledger import Budget, upwards
 from datalens.released.certificate import VERSION, contents, lengths
@@ -168,6 +169,8 @@ def check_ledger(claim: Claim) -> list[str]:
         found += _sgd(settings, schema, events)
     else:
         found += _topagg(settings, budget, events)
+    if not isinstance(settings, PeerSettings) and len(of_part(events, "")) != len(_known(events)):
+        found.append("the ledger was charged for parts that this method does not have")
     shares = getattr(settings, "shares", None)
     if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
         found.append(f"{shares} shares are not private under {budget.relation} at this price")
@@ -252,7 +255,13 @@ def _peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[
 
 
 def _numbered_peer(settings: PeerSettings, events: tuple[Event, ...]) -> list[str]:
-    known = _known(events)
+    """Steps are numbered within a part of the run."""
+    names = {event.part for event in _known(events)}
+    found = [line for name in sorted(names) for line in _numbered_part(settings, of_part(events, name))]
+    return list(dict.fromkeys(found))
+
+
+def _numbered_part(settings: PeerSettings, known: list[Charge]) -> list[str]:
     if all(isinstance(event, SubsampledGaussianEvent) for event in known):
         return _blocks([event for event in known if isinstance(event, SubsampledGaussianEvent)])
     return [] if settings.plugins else _numbered({event.step for event in known}, settings.steps)
