@@ -38,7 +38,7 @@ def test_runs_share_one_budget(datalens: Call, small: tuple[str, ...], budget: P
 
     datalens("sgd", "--data", "digits", "--epsilon", 0.3, "--epochs", 0.2, "--budget", budget, "--out", tmp_path / "s")
     mixed = left(datalens, budget)
-    assert len(mixed["runs"]) == 2 and mixed["accountant"] == "rdp-improved"
+    assert len(mixed["runs"]) == 2 and mixed["accountant"] == "prv"
     assert 1.0 < mixed["epsilon_reserved"] <= 1.5
     assert "decided on beforehand" in datalens("budget", budget).succeeded().out
     datalens("report", tmp_path / "a").succeeded()

@@ -92,6 +92,7 @@ class MomentSettings(Settings):
 
     ZERO: ClassVar[tuple[str, ...]] = ("texture", "texture_steps")
     OMITTED: ClassVar[dict[str, Any]] = {"unit": "record"}
+    one_part: ClassVar[bool] = True
     makes: ClassVar[Literal["generator", "moments", "classifier"]] = "moments"
 
     method: Literal["datalens"]

@@ -52,6 +52,7 @@ class SgdSettings(Settings):
 
     ZERO: ClassVar[tuple[str, ...]] = ("features",)
     makes: ClassVar[Literal["generator", "moments", "classifier"]] = "classifier"
+    one_part: ClassVar[bool] = True
     charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
 
     method: Literal["dpsgd"]

@@ -81,6 +81,7 @@ class TopAggSettings(Settings):
     """Everything a run of TopAgg does, resolved and public: recorded in config.json and in the certificate."""
 
     ZERO: ClassVar[tuple[str, ...]] = tuple(OF_A_COMPRESSOR)
+    one_part: ClassVar[bool] = True
     OMITTED: ClassVar[dict[str, Any]] = dict.fromkeys(OF_A_COMPRESSOR, 0) | {
         "mechanism": "",
         "plugins": "",

@@ -25,6 +25,7 @@ from datalens.privacy.events import (
     NoiseOrigin,
     SubsampledGaussianEvent,
     UnknownEvent,
+    of_part,
 )
 from datalens.privacy.ledger import Budget
 from datalens.privacy.noise import opendp_installed
@@ -68,6 +69,7 @@ class Settings:
     OMITTED: ClassVar[dict[str, Any]] = {}  # field → value with which it is left out, as older certificates lack it
     makes: ClassVar[Literal["generator", "moments", "classifier"]] = "generator"  # what is released
     answers: ClassVar[bool] = False  # whether answers are charged for apart, and the weights state how many there were
+    one_part: ClassVar[bool] = False  # whether no charge may name a part of the run
     charges_once: ClassVar[bool] = False  # whether a step that an interruption lost is never charged again
     plugins: str = ""  # where the method, or a part of it, is another package's: which
 
@@ -161,6 +163,11 @@ class Settings:
             return ["the ledger has other releases than the settings state"]
         if self.one_charge:
             return []
+        names = sorted({event.part for event in charges})  # steps are numbered within a part of the run
+        found = [line for name in names for line in self._gaps(of_part(events, name))]
+        return list(dict.fromkeys(found))
+
+    def _gaps(self, charges: Sequence[Charge]) -> list[str]:
         if all(isinstance(event, SubsampledGaussianEvent) for event in charges):
             return gaps_of_blocks([event for event in charges if isinstance(event, SubsampledGaussianEvent)])
         return [] if self.plugins else gaps({event.step for event in charges}, self.steps)

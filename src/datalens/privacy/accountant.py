@@ -13,6 +13,20 @@ noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: the ex
 | one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot | refused |
 | discrete-laplace | randomised responses of one scale, alone | the same, with others | as exact | refused |
 
+What a ledger has of several kinds is composed. Of independent noise the privacy losses add up, whatever a later release
+took from earlier ones (adaptive composition): RDP adds curves, `pld` and `prv` convolve tables, and Gaussian events,
+which are one Gaussian of mu² = Σ mu², are one more table. `exact` has no curve for a mix and refuses it.
+
+| together in a ledger | exact | rdp, rdp-improved, moments | pld | prv |
+|---|---|---|---|---|
+| gaussian (discrete ones with σ >= 10), subsampled | refused | curves added | both directions | one direction |
+| one-of-many with either | refused | curves added | both directions | refused |
+| discrete-gaussian, σ < 10, with any other | refused | curves added | refused | refused |
+| discrete-laplace with any other | refused | curves added | refused | refused |
+
+The steps of a mix, with all their rates and widths, are fixed beforehand: stopping at the budget is a proven filter for
+Gaussian noise alone, and for zCDP alone. docs/privacy.md has the argument.
+
 A subsampled event of rate 1 is a Gaussian event. `moments` is Abadi et al. 2016: RDP at the orders 2 … 33 only.
 `prv` is Opacus's, in whose tables a record is taken away; `pld`, which looks at both directions, is the check on it.
 """
@@ -125,6 +139,7 @@ class Accountant:
             return 5e-4 * epsilon + 1e-5
         steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))
         if self.name == "prv" and steps:
+            steps += any(isinstance(event, GaussianEvent) and event.mu > 0 for event, _ in counted)  # they are one
             return 2 * tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
         return 1e-9 * epsilon + 1e-12
 
@@ -178,6 +193,10 @@ class Accountant:
         return convert(curve, orders, delta)
 
     def _prv(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
+        """Sampled steps, and the one Gaussian that all Gaussian events are post-processing of.
+
+        Opacus takes that one as a step at rate 1: its loss, N(mu²/2, mu²), is the same in both directions.
+        """
         known = [(self._known(event), count) for event, count in counted]
         sampled: Counter[tuple[float, float]] = Counter()
         for event, count in known:
@@ -185,16 +204,22 @@ class Accountant:
                 sampled[event.mu, event.rate] += count
         if not sampled:
             return self._exact(counted, delta)
-        if len(known) > sum(isinstance(event, SubsampledGaussianEvent) for event, _ in known):
+        others = [(event, count) for event, count in known if not isinstance(event, SubsampledGaussianEvent)]
+        plain = [(self._gaussian(event), count) for event, count in others]
+        if any(isinstance(event, DiscreteGaussianEvent) and not event.smooth for event, _ in plain):
             raise UnpriceableEvent(
-                "the prv accountant does not price sampled and unsampled events together: use --accountant rdp-improved"
+                f"the prv accountant does not price discrete noise below sigma {LEAST_SMOOTH:g} together with sampled "
+                "steps: use --accountant rdp-improved"
             )
+        mu = math.sqrt(total([event.mu * event.mu * count for event, count in plain]))
+        slack = total([event.slack * count for event, count in plain])  # as in `_exact`
         parts = tuple(sorted((mu, rate, n) for (mu, rate), n in sampled.items() if mu > 0 and n > 0))
+        if mu > 0:
+            parts = (*parts, (max(mu, tables.PRV_QUIETEST), 1.0, 1))
         if not parts:
             return 0.0
-        return tables.prv_composed(
-            parts, delta, Accountant(name="rdp-improved")._rdp(counted, delta)
-        )  # already spread out
+        rough = Accountant(name="rdp-improved")._rdp(counted, delta)  # already spread out
+        return tables.prv_composed(parts, delta * math.exp(-slack), rough) + 2 * slack
 
     def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
         parts: Counter[tuple[float, float]] = Counter()

@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -25,6 +25,7 @@ from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import (
     Charge,
+    GaussianEvent,
     Relation,
     UnknownEvent,
     parse_event,
@@ -140,7 +141,9 @@ class DataBudget(Owned):
 
     def left(self) -> float:
         """The largest ε, at the cap's δ and by the exact accountant, of one more run with Gaussian noise."""
-        mu = largest(lambda mu: self._fits(((all_of_it(mu, self.cap.relation), 1),)), digits=1e-9)
+        quick = all(isinstance(event, GaussianEvent) for event, _ in self.charges)
+        digits = 1e-9 if quick else 1e-3  # tables of a mix take a moment each
+        mu = largest(lambda mu: self._fits(((all_of_it(mu, self.cap.relation), 1),)), digits=digits)
         return Accountant(name="exact").epsilon_at(mu * mu, self.cap.delta)
 
     def turn(self, run: str) -> str | None:
@@ -158,9 +161,27 @@ class DataBudget(Owned):
             self.names = (*self.names, data)
 
     def check(
-        self, parts: Sequence[tuple[Charge, int]], budget: Budget, *, data: str, unit: str, final: bool = False
+        self,
+        parts: Sequence[tuple[Charge, int]],
+        budget: Budget,
+        *,
+        data: str,
+        unit: str,
+        final: bool | Collection[str] = False,
     ) -> Counted:
-        """What would be set aside for such a run, or why it cannot be. `final`: its gate charges the plan, no more."""
+        """What would be set aside for such a run, or why it cannot be.
+
+        Args:
+            parts: (event, how many times) of its plan.
+            budget: Its own.
+            data: The name of its data set.
+            unit: What it protects.
+            final: Whether its gate charges the plan and no more; or the names of the parts of which that is true.
+
+        Raises:
+            BudgetExceeded: there is no room for it.
+            DatalensError: it does not belong here.
+        """
         if budget.relation != self.cap.relation:
             raise DatalensError(
                 f"{self.path.parent} counts {self.cap.relation} neighbours, this run {budget.relation}: use --relation "
@@ -179,15 +200,24 @@ class DataBudget(Owned):
                 f"{self.path.parent} protects {other.pop()}, this run {unit}: use the same --record-id in all runs, or "
                 "another --budget"
             )
-        charges = tuple(parts) if final else most_charged(parts, budget)
+        charges = tuple(parts) if final is True else most_charged(parts, budget, final=final or ())
         if not self._fits(charges):
             self._refuse(charges, budget)
         return charges
 
     def reserve(
-        self, parts: Sequence[tuple[Charge, int]], budget: Budget, *, data: str, unit: str, final: bool = False
+        self,
+        parts: Sequence[tuple[Charge, int]],
+        budget: Budget,
+        *,
+        data: str,
+        unit: str,
+        final: bool | Collection[str] = False,
     ) -> str:
-        """Durably set aside all that such a run may charge, and return the run's id; or refuse, and write nothing."""
+        """Durably set aside all that such a run may charge, and return the run's id; or refuse, and write nothing.
+
+        Arguments and errors are those of `check`.
+        """
         with self._alone():  # from the look at what fits to the line that takes it
             charges = self.check(parts, budget, data=data, unit=unit, final=final)
             self.allow(data)

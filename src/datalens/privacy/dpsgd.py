@@ -14,7 +14,14 @@ import numpy as np
 from datalens.bounded.contributions import BoundedSum
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import Accountant
-from datalens.privacy.events import MOST_NOISE, NoiseOrigin, RowUnit, SubsampledGaussianEvent
+from datalens.privacy.events import (
+    MOST_NOISE,
+    NoiseOrigin,
+    RowUnit,
+    SubsampledGaussianEvent,
+    UnknownEvent,
+    check_part,
+)
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import NoiseSource
 from datalens.privacy.owned import Owned
@@ -37,8 +44,10 @@ class Schedule:
     unit: float
     l2_bound: float  # of a row: `unit`, and what rounding may add to it
     row_unit: RowUnit = "record"  # who is in a sample or not, and has one row
+    part: str = ""  # of the run, where it has other kinds of release too; one schedule a part
 
     def __post_init__(self) -> None:
+        check_part(self.part)
         if not 0 <= self.sigma <= MOST_NOISE:
             raise DatalensError(f"sigma must be a number from 0 to {MOST_NOISE:g}, not {self.sigma}")
         if not 0 < self.rate <= 1:
@@ -57,6 +66,7 @@ class Schedule:
             step=step,
             noise=noise,
             repeats=repeats,
+            part=self.part,
         )
 
     def price(self, accountant: Accountant, delta: float) -> float:
@@ -75,7 +85,8 @@ class GradientGate(Owned):
     |---|---|
     | a sum of rows with another bound | refused, before any charge |
     | a step after all steps of the schedule were charged | refused |
-    | a ledger with events of another schedule | refused at the start |
+    | a ledger whose events of this part are of another schedule, or that has unknown ones | refused at the start |
+    | a ledger with events of other parts | they are priced with these steps, and counted by whoever charged them |
     | anything, in another process; a copy | refused |
     """
 
@@ -90,7 +101,10 @@ class GradientGate(Owned):
             )
         self.ledger, self.schedule, self.noise = ledger, schedule, noise
         self.charged = 0
-        for event in ledger.events:
+        self._number = -1  # of the last charge of this part
+        for number, event in enumerate(ledger.events):
+            if not isinstance(event, UnknownEvent) and event.part != schedule.part:
+                continue
             same = isinstance(event, SubsampledGaussianEvent) and event == schedule.event(
                 repeats=event.repeats, step=event.step, noise=event.noise
             )
@@ -98,11 +112,11 @@ class GradientGate(Owned):
                 raise DatalensError("this ledger was charged for another schedule: use another ledger")
             assert isinstance(event, SubsampledGaussianEvent)
             self.charged += event.repeats
+            self._number = number
         if not 0 <= left <= self.charged:
             raise DatalensError(f"{left} steps cannot be left of {self.charged} that were charged")
         self.left = left  # charged, and not taken yet
         self._block = max(1, math.ceil(schedule.steps / blocks))
-        self._number = len(ledger.events) - 1
 
     def release(self, contributions: BoundedSum) -> Released:
         """The sum with noise on every coordinate: which coordinates were kept is private too."""

@@ -2,9 +2,15 @@
 
 An event never carries a sensitivity that a caller chose: it carries the facts (whose row, how long a
 row can be, how far two rows can be apart, which relation), and the sensitivity follows from them.
+
+An event may name the part of the run that it pays for (`part`), where a run has several kinds of release: moments, then
+sampled steps, then a published accuracy. The name has no price. Where it is empty it is not written, so that the lines
+of a ledger with one kind of release are what they were before parts had names.
 """
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +30,8 @@ CLOSENESS = 2e-34
 # Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
 MOST_NOISE = 2.0**40
 LARGEST = 1e150  # squares of it are still numbers
+
+_PART_NAME = re.compile(r"[A-Za-z0-9-]{0,40}")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "row_unit": ("teacher", "record", "person"),
@@ -51,8 +59,9 @@ class GaussianEvent:
     relation: Relation
     sigma: float
     queries: int  # synthetic images whose directions this release holds
-    step: int
+    step: int  # of its part
     noise: NoiseOrigin
+    part: str = ""  # of the run, where it has several; steps are numbered within a part
     kind: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
@@ -90,16 +99,22 @@ class GaussianEvent:
         return 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        return _fields(self)
 
 
 def unprotected(relation: Relation, *, origin: NoiseOrigin = "operating-system", step: int = 0) -> GaussianEvent:
     """All there is to know of the records leaves without noise, as if it were a sum of them: priced at infinity."""
-    bounds = {"l2_bound": 1.0, "diameter": 2.0, "sigma": 0.0}  # whatever the unit, the ratio is infinite
+    bounds: dict[str, Any] = {
+        "l2_bound": 1.0,
+        "diameter": 2.0,
+        "sigma": 0.0,
+    }  # whatever the unit, the ratio is infinite
     return GaussianEvent(row_unit="record", relation=relation, queries=0, step=step, noise=origin, **bounds)
 
 
-def confident_check(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+def confident_check(
+    relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int, part: str = ""
+) -> GaussianEvent:
     """What the check of so many queries is charged: each largest count moves by at most one."""
     moved = math.sqrt(queries)
     return GaussianEvent(
@@ -111,10 +126,13 @@ def confident_check(relation: Relation, queries: int, sigma: float, noise: Noise
         queries=queries,
         step=step,
         noise=noise,
+        part=part,
     )
 
 
-def confident_answer(relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int) -> GaussianEvent:
+def confident_answer(
+    relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int, part: str = ""
+) -> GaussianEvent:
     """What so many answers are charged: two counts a query move by one each."""
     return GaussianEvent(
         row_unit="teacher",
@@ -125,6 +143,7 @@ def confident_answer(relation: Relation, queries: int, sigma: float, noise: Nois
         queries=queries,
         step=step,
         noise=noise,
+        part=part,
     )
 
 
@@ -178,6 +197,7 @@ class SubsampledGaussianEvent:
     step: int  # of the first
     noise: NoiseOrigin
     repeats: int = 1
+    part: str = ""
     kind: ClassVar[str] = "subsampled-gaussian"
 
     def __post_init__(self) -> None:
@@ -195,7 +215,7 @@ class SubsampledGaussianEvent:
         return _ratio(self.l2_bound if self.rate > 0 else 0.0, self.sigma)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        return _fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +234,7 @@ class LaplaceEvent:
     queries: int
     step: int
     noise: NoiseOrigin
+    part: str = ""
     kind: ClassVar[str] = "discrete-laplace"
 
     def __post_init__(self) -> None:
@@ -237,7 +258,7 @@ class LaplaceEvent:
         return math.sqrt(0.5) / math.sinh(0.5 / self.scale) if self.scale > 1e-3 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        return _fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +280,7 @@ class OneOfManyEvent:
     queries: int
     step: int
     noise: NoiseOrigin
+    part: str = ""
     kind: ClassVar[str] = "one-of-many-gaussian"
 
     def __post_init__(self) -> None:
@@ -278,7 +300,7 @@ class OneOfManyEvent:
         return _ratio(self.diameter, self.sigma)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        return _fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,15 +321,56 @@ _KINDS: dict[str, type[Charge]] = {
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
-    """Read an event back from a ledger line. A malformed one is an error, never a cheaper event."""
+    """Read an event back from a ledger line. A malformed one is an error, never a cheaper event.
+
+    Args:
+        fields: What `as_dict` of an event gave. `part` is there only where it is not empty: one event has one spelling.
+
+    Returns:
+        The event; an `UnknownEvent` where its kind is not known.
+
+    Raises:
+        TamperedError: a field is missing, is not known or has an impossible value.
+    """
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         return UnknownEvent(kind=str(kind))
     given = {name: value for name, value in fields.items() if name != "kind"}
-    expected = set(_KINDS[kind].__dataclass_fields__) - {"kind"}
-    if set(given) != expected:
+    expected = set(_KINDS[kind].__dataclass_fields__) - {"kind", "part"}
+    if set(given) - {"part"} != expected:
         raise TamperedError(f"a {kind} event must have the fields {', '.join(sorted(expected))}")
+    if given.get("part") == "":
+        raise TamperedError("an event whose part has no name is written without that field")
     return _KINDS[kind](**given)
+
+
+def of_part(events: Iterable[Event], part: str) -> list[Charge]:
+    """Return the events of one part of a run, in their order; the part without a name is "".
+
+    Args:
+        events: All events of a ledger. Those of an unknown kind belong to no part.
+        part: The name.
+    """
+    return [event for event in events if not isinstance(event, UnknownEvent) and event.part == part]
+
+
+def check_part(name: object) -> None:
+    """Refuse what cannot be the name of a part.
+
+    Args:
+        name: At most 40 letters (of ASCII), digits and hyphens; none at all where a run has one part.
+
+    Raises:
+        TamperedError: it is something else.
+    """
+    if not isinstance(name, str) or not _PART_NAME.fullmatch(name):
+        raise TamperedError(f"the part of an event is at most 40 letters, digits and hyphens, not {str(name)[:60]!r}")
+
+
+def _fields(event: Charge) -> dict[str, Any]:
+    """What is written of an event."""
+    fields = {"kind": event.kind, **asdict(event)}
+    return fields if event.part else {name: value for name, value in fields.items() if name != "part"}
 
 
 def _ratio(sensitivity: float, sigma: float) -> float:
@@ -328,3 +391,4 @@ def _check(event: Charge, *, numbers: tuple[str, ...] = (), counts: tuple[str, .
     for name, allowed in _CHOICES.items():
         if getattr(event, name) not in allowed:
             raise TamperedError(f"an event's {name} must be one of {', '.join(allowed)}, not {getattr(event, name)!r}")
+    check_part(event.part)

@@ -72,20 +72,36 @@ class Journal:
         with contextlib.suppress(OSError):
             (self._directory / _ROOM).unlink(missing_ok=True)
 
-    def find(self, ledger: Ledger, *, step: int) -> Released | None:
-        """The release of this step, if it was charged and its value survived."""
+    def find(self, ledger: Ledger, *, step: int, part: str = "") -> Released | None:
+        """The release of this step, if it was charged and its value survived.
+
+        Args:
+            ledger: The one that was charged.
+            step: Its number, within its part.
+            part: The part of the run that the charge names; steps of other parts have numbers of their own.
+
+        Raises:
+            TamperedError: its file is damaged.
+        """
         for number, event in enumerate(ledger.events):
-            if not isinstance(event, UnknownEvent) and event.step == step:
+            if not isinstance(event, UnknownEvent) and (event.part, event.step) == (part, step):
                 path = self._directory / f"{number:08d}.release"
                 self._rescue(path)
                 if path.exists():
                     return Released(value=self._load(path), event=event, number=number)
         return None
 
-    def forget_before(self, ledger: Ledger, *, step: int) -> None:
-        """A checkpoint holds what these values did; they are not needed again."""
+    def forget_before(self, ledger: Ledger, *, step: int, part: str = "") -> None:
+        """A checkpoint holds what these values did; they are not needed again.
+
+        Args:
+            ledger: The one that was charged.
+            step: The first whose value is still needed.
+            part: The part of the run that the checkpoint is of. Values of other parts are in no such checkpoint: they
+                stay, or a run that goes on would ask for them, and charge them, again.
+        """
         for number, event in enumerate(ledger.events):
-            if not isinstance(event, UnknownEvent) and event.step < step:
+            if not isinstance(event, UnknownEvent) and event.part == part and event.step < step:
                 (self._directory / f"{number:08d}.release").unlink(missing_ok=True)
 
     def unpaid(self, ledger: Ledger) -> list[str]:

@@ -54,6 +54,7 @@ class DiscreteGaussianSum:
     """
 
     noise: IntegerNoise
+    part: str = ""  # of the run, named in every charge
 
     def __post_init__(self) -> None:
         if not 0 < self.noise.sigma <= MOST_NOISE:
@@ -72,6 +73,7 @@ class DiscreteGaussianSum:
             queries=contributions.queries,
             step=step,
             noise=self.noise.origin,
+            part=self.part,
             coordinates=total.size,
         )
         total = total.astype(np.int64)
@@ -98,6 +100,7 @@ class GaussianSum:
 
     sigma: float
     noise: NoiseSource
+    part: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma <= MOST_NOISE:
@@ -113,6 +116,7 @@ class GaussianSum:
             queries=contributions.queries,
             step=step,
             noise=self.noise.origin,
+            part=self.part,
         )
         total = contributions.private_total.cpu().numpy()
         drawn = self.sigma * self.noise.standard_normal(total.size).reshape(total.shape)
@@ -133,6 +137,7 @@ class LaplaceVote:
     """
 
     noise: LaplaceNoise
+    part: str = ""
 
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
         if not isinstance(votes, VoteCounts):
@@ -145,6 +150,7 @@ class LaplaceVote:
             queries=votes.queries,
             step=step,
             noise=self.noise.origin,
+            part=self.part,
         )
         total = votes.private_total.cpu().numpy().astype(np.int64)
         noise = Held(self.noise.integers(total.size).reshape(total.shape))
@@ -170,6 +176,7 @@ class ConfidentGNMax:
     sigma: float
     threshold: float
     noise: NoiseSource
+    part: str = ""
 
     def __post_init__(self) -> None:
         for sigma in (self.sigma_check, self.sigma):
@@ -179,7 +186,8 @@ class ConfidentGNMax:
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
         if not isinstance(votes, VoteCounts):
             raise TypeError("the largest count of anything but ballots may move by more than one")
-        check = confident_check(ledger.budget.relation, votes.queries, self.sigma_check, self.noise.origin, step)
+        facts = (self.noise.origin, step, self.part)
+        check = confident_check(ledger.budget.relation, votes.queries, self.sigma_check, *facts)
         total = votes.private_total.cpu().numpy().astype(np.int64)  # [queries, answers]
         noise = self._noise(self.sigma_check, (len(total),))
         number = charged(check, ledger, cells=len(total))
@@ -187,7 +195,7 @@ class ConfidentGNMax:
         answers = np.full(len(total), -1, dtype=np.int64)
         if not passed.any():
             return Released(value=answers, event=check, number=number)
-        answer = confident_answer(ledger.budget.relation, int(passed.sum()), self.sigma, self.noise.origin, step)
+        answer = confident_answer(ledger.budget.relation, int(passed.sum()), self.sigma, *facts)
         counts = total[passed]
         noise = self._noise(self.sigma, counts.shape)
         number = ledger.charge(answer)
@@ -207,6 +215,7 @@ class ThirdParty:
     |---|---|
     | charged nothing, or not exactly once | refused, and lost |
     | charged for other rows, noise (also another law or origin), step or relation than these | the same |
+    | named a part of the run, which it knows nothing of | the same |
     | released more numbers, or fewer, than these rows have | the same |
     | drew its noise before the charge, or too little | cannot be seen from here |
     """
@@ -226,7 +235,7 @@ class ThirdParty:
         event = charged[0]
         if released.event != event or not isinstance(event, GaussianEvent):
             raise DatalensError("--mechanism: the plug-in was charged for another event than it released: not used")
-        if (event.row_unit, event.l2_bound, event.diameter, event.sigma, event.step) != expected:
+        if (event.row_unit, event.l2_bound, event.diameter, event.sigma, event.step) != expected or event.part:
             raise DatalensError("--mechanism: the plug-in was charged for other rows or noise than these: not used")
         cells = contributions.cells if isinstance(self.noise, IntegerNoise) else None  # counted for exact noise alone
         if (event.noise, getattr(event, "coordinates", None)) != (self.noise.origin, cells):
@@ -246,10 +255,20 @@ def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:
     return ledger.charge(unprotected(ledger.budget.relation, origin=origin))
 
 
-def make_mechanism(sigma: float, noise: NoiseSource | IntegerNoise) -> Mechanism:
-    """The gate that goes with a source of noise."""
+def make_mechanism(sigma: float, noise: NoiseSource | IntegerNoise, *, part: str = "") -> Mechanism:
+    """The gate that goes with a source of noise.
+
+    Args:
+        sigma: The width of the noise on every coordinate.
+        noise: Of whole numbers, which makes the gate the discrete one, or of real ones.
+        part: The part of the run that its charges name, where the run has several kinds of release.
+
+    Raises:
+        DatalensError: no gate has noise of this width.
+        ValueError: this noise has another width.
+    """
     if not isinstance(noise, IntegerNoise):
-        return GaussianSum(sigma=sigma, noise=noise)
+        return GaussianSum(sigma=sigma, noise=noise, part=part)
     if noise.sigma != sigma:
         raise ValueError(f"noise of width {noise.sigma} was drawn for a mechanism of width {sigma}")
-    return DiscreteGaussianSum(noise=noise)
+    return DiscreteGaussianSum(noise=noise, part=part)

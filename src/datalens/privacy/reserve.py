@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import (
+    LEAST_SMOOTH,
     Charge,
     DiscreteGaussianEvent,
     GaussianEvent,
@@ -47,11 +48,23 @@ def may_follow(charges: Sequence[tuple[Charge, int]]) -> bool:
     return len(coarse) < 2 and all(isinstance(event, GaussianEvent) for event, _ in charges)
 
 
-def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget) -> Counted:
+def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget, *, final: Collection[str] = ()) -> Counted:
     """The most that a ledger with this budget lets a run of these parts charge.
 
     An interruption loses releases that were charged, and they are asked and charged again, as long as the run's own
     budget lasts. So it is not the plan that is reserved.
+
+    Args:
+        parts: (event, how many times) of the whole plan.
+        budget: The run's own.
+        final: Names of parts of a mix whose gate charges what is planned, and no more (`GradientGate`).
+
+    Returns:
+        Events that cost, beside any others, at least what any ledger that this run can leave behind does.
+
+    Raises:
+        BudgetExceeded: the plan does not fit into the run's own budget.
+        DatalensError: what may be charged at most cannot be said.
     """
     accountant = budget.pricing()
 
@@ -71,20 +84,58 @@ def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget) -> Counted
             more = max([event.mu * event.mu / (2 * event.rho) for event in gaussian if event.rho > 0], default=1.0)
         mu = largest(lambda mu: fits([(all_of_it(mu, budget.relation), 1)]))
         return ((all_of_it(mu * math.sqrt(more), budget.relation), 1),)
-    if len(parts) != 1:
+    if not smooth and len(parts) != 1:
         raise DatalensError(
-            "this method's releases are of several kinds: what it may charge at most cannot be reserved"
+            f"discrete noise below sigma {LEAST_SMOOTH:g} beside other releases: what this method may charge at most "
+            "cannot be reserved"
         )
-    (event, times), *_ = parts
-    if not fits([(event, times)]):
+    if not fits(parts):
         raise BudgetExceeded(f"the plan itself does not fit into {budget.describe(budget.epsilon)}")
+    if len(parts) != 1:
+        return _most_of_a_mix(parts, budget, final)
+    (event, times), *_ = parts
+    return ((event, most_times(event, times, fits)),)
+
+
+def _most_of_a_mix(parts: Sequence[tuple[Charge, int]], budget: Budget, final: Collection[str]) -> Counted:
+    """Every kind at the most that the ledger can take of it, as if it took nothing else.
+
+    Releases of one kind leave less for the others, never more; so whatever the ledger holds in the end, it holds no
+    more of any kind than this. It is more than one ledger can hold of all of them: a run whose parts are `final` as far
+    as they can be sets aside less.
+
+    - Gaussian: whatever the accountant, its price of the whole is at least the exact price of the Gaussian part.
+    - Others: as many as cost ε alone, by the budget's accountant, and its own error: where a table is coarser, the
+      price of a mix may be nearer to the truth than the price of one kind.
+    """
+    accountant, exact = budget.pricing(), Accountant(name="exact")
+
+    def may_fit(charges: Sequence[tuple[Charge, int]]) -> bool:
+        error = accountant.tolerance_of(charges, budget.delta)
+        return accountant.price(charges, budget.delta) <= budget.epsilon + error
+
+    counted = [(event, times) for event, times in parts if event.part in final]
+    gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent) and event.part not in final]
+    if gaussian:
+        # By RDP discrete noise counts as less than the Gaussian behind it, see above.
+        more = max([event.mu * event.mu / (2 * event.rho) for event in gaussian if event.rho > 0], default=1.0)
+        mu = exact.mu_budget(budget.epsilon, budget.delta)
+        counted.append((all_of_it(mu * math.sqrt(more), budget.relation), 1))
+    for event, times in parts:
+        if event.part not in final and not isinstance(event, GaussianEvent):
+            counted.append((event, most_times(event, times, may_fit)))
+    return tuple(counted)
+
+
+def most_times(event: Charge, times: int, fits: Callable[[Sequence[tuple[Charge, int]]], bool]) -> int:
+    """How often an event fits, `times` and more: the last of a row of numbers that all do."""
     step = 1
     while fits([(event, times + step)]):
         times, step = times + step, 2 * step
     while step > 1:
         step //= 2
         times += step if fits([(event, times + step)]) else 0
-    return ((event, times),)
+    return times
 
 
 def all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:

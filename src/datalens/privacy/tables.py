@@ -18,6 +18,7 @@ PLD_LOUDEST = 1e4  # of the mu of one sampled unit: beyond, dp-accounting's own 
 # PRV: the finest and coarsest error of ε it is asked for, the most cells it may take, and where it hands over to RDP.
 PRV_FINEST, PRV_COARSEST, PRV_CELLS, PRV_LARGEST = 5e-4, 1e-2, 2**24, 40.0
 PRV_SMALLEST_DELTA = 1e-10  # below, rounding of its transforms is no longer small against δ
+PRV_QUIETEST = 1e-6  # of the mu of a Gaussian beside sampled steps: what is quieter is priced as this
 
 
 def pld_epsilon(mu_squared: float, delta: float) -> float:
@@ -83,7 +84,16 @@ def pld_composed(
 def prv_composed(parts: tuple[tuple[float, float, int], ...], delta: float, rough: float) -> float:
     """(mu, sampling rate, how many times), composed by Opacus (Gopi et al. 2021); the upper end of its interval.
 
-    `rough`: ε by RDP. The error asked for is a fiftieth of it, so that it follows from the events alone.
+    A rate of 1 is a Gaussian: Opacus's table is then that of N(mu²/2, mu²), which is its privacy loss.
+
+    Args:
+        parts: Sampled steps, and Gaussians, of any mu above 0.
+        delta: At which ε is asked for.
+        rough: ε by RDP. The error asked for is a fiftieth of it, so that it follows from the events alone.
+
+    Raises:
+        UnpriceableEvent: Opacus has no price for it.
+        DatalensError: Opacus is not installed.
     """
     if not rough <= PRV_LARGEST:
         return rough  # true, if coarse: there is nothing left to protect

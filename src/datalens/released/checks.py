@@ -12,6 +12,7 @@ from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.plans.base import Settings, known
 from datalens.privacy.events import (
     Event,
+    of_part,
 )
 from datalens.privacy.ledger import Budget, upwards
 from datalens.released.certificate import VERSION, contents
@@ -32,7 +33,7 @@ def problems(claim: Claim) -> list[str]:
 def notes(claim: Claim) -> list[str]:
     """Return what cannot be held to a release that stands: what an older one does not state, last digits of prices."""
     found = []
-    planned, paid = claim.settings.steps_planned, claim.settings.steps_paid(known(claim.events))
+    planned, paid = claim.settings.steps_planned, claim.settings.steps_paid(of_part(claim.events, ""))
     if claim.version < VERSION:
         found.append(
             f"a certificate of version {claim.version} binds less than version {VERSION} does: that weights learned "
@@ -138,6 +139,8 @@ def check_ledger(claim: Claim) -> list[str]:
     settings, schema, budget, events = claim.settings, claim.schema, claim.budget, claim.events
     found = [] if events else ["the ledger has no release at all"]
     found += settings.disagreements(schema, budget, events)
+    if settings.one_part and len(of_part(events, "")) != len(known(events)):
+        found.append("the ledger was charged for parts that this method does not have")
     shares = getattr(settings, "shares", None)
     if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
         found.append(f"{shares} shares are not private under {budget.relation} at this price")
@@ -170,7 +173,7 @@ def _wrong_unit(settings: Settings, schema: Schema, events: tuple[Event, ...]) -
 def check_steps(claim: Claim) -> list[str]:
     """Every step that the weights learned from, and every answer, must have been charged."""
     settings, weights = claim.settings, claim.weights
-    planned, paid = settings.steps_planned, settings.steps_paid(known(claim.events))
+    planned, paid = settings.steps_planned, settings.steps_paid(of_part(claim.events, ""))
     found = []
     if weights.completed is None and claim.version > FIRST:
         found.append("the weights do not state how many steps they learned from")

@@ -196,12 +196,22 @@ class Run:
             self.ledger.close()
             self._lock.close()
 
-    def steps(self, count: int, *, student: Stateful, teachers: Spread) -> Iterator[int]:
+    def steps(self, count: int, *, student: Stateful, teachers: Spread, part: str = "") -> Iterator[int]:
         """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
 
         A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
+
+        Args:
+            count: How many steps there are in all.
+            student: What learns from released values.
+            teachers: What else a checkpoint holds.
+            part: The part of the run that these steps are, where it has several: the charges of these steps name it,
+                and a checkpoint forgets journaled values of this part alone. One part of a run has checkpoints.
+
+        Raises:
+            DatalensError: the checkpoint is damaged, or of another part.
         """
-        self.completed = start = self._restore(student, teachers)
+        self.completed = start = self._restore(student, teachers, part)
         written, cost = time.monotonic(), 0.0
         with self._until_interrupted(), self.watched("training", count) as view:
             view.done(start)
@@ -213,7 +223,7 @@ class Run:
                 due = time.monotonic() - written > max(CHECKPOINT_SECONDS, 20 * cost)
                 if due or self.interrupted or step + 1 == count:
                     began = time.monotonic()
-                    self._checkpoint(step + 1, student, teachers)
+                    self._checkpoint(step + 1, student, teachers, part)
                     written, cost = time.monotonic(), time.monotonic() - began
                 if self.interrupted:
                     self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
@@ -249,29 +259,32 @@ class Run:
         if self._board is not None and hasattr(generator, "architecture") and is_due(step, count):
             self._board.generator(step, generator)
 
-    def _checkpoint(self, step: int, student: Stateful, teachers: Spread) -> None:
+    def _checkpoint(self, step: int, student: Stateful, teachers: Spread, part: str) -> None:
         """Every rank's teachers first; then, in one file, the student, the step and the names: that is what counts.
 
         A kill at any moment leaves the old `latest` with its files, or the new one with its own.
         """
-        if teachers.state_bytes() > CHECKPOINT_BYTES and self.journal.find(self.ledger, step=step - 1) is not None:
+        large = teachers.state_bytes() > CHECKPOINT_BYTES
+        if large and self.journal.find(self.ledger, step=step - 1, part=part) is not None:
             return
         folder = self.path / "checkpoints"
         names = teachers.save(step)
-        facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered)}
+        facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered, part=part)}
         save_tensors(folder / LATEST, student.state(), facts)
         for path in folder.iterdir():
             if path.name not in (LATEST, *names):
                 path.unlink()
-        self.journal.forget_before(self.ledger, step=step)
+        self.journal.forget_before(self.ledger, step=step, part=part)
 
-    def _restore(self, student: Stateful, teachers: Spread) -> int:
+    def _restore(self, student: Stateful, teachers: Spread, part: str) -> int:
         path = self.path / "checkpoints" / LATEST
         if not path.exists():
             return 0
         with _damage_explained(path):
             state, facts = load_tensors(path)
             step, names = int(facts["step"]), json.loads(facts["teachers"])
+            if facts.get("part", "") != part:
+                raise DatalensError(f"{path} is of another part of this run: one part has checkpoints, and no other")
             self.answered = int(facts["answered"]) if "answered" in facts else None
             student.load_state(state)
         teachers.restore(step, names)

@@ -9,17 +9,22 @@ import math
 from pathlib import Path
 
 from datalens.errors import DatalensError, TamperedError
-from datalens.plans.base import Settings, known
+from datalens.plans.base import Settings
+from datalens.privacy.events import UnknownEvent, of_part
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger
 
 LEDGER = "ledger.jsonl"
 
 
-def used(ledger: Ledger, answered: int | None) -> dict[str, str]:
-    """Return what a checkpoint says of the charges it was made from: how many, the hash of the last, and answers."""
+def used(ledger: Ledger, answered: int | None, *, part: str = "") -> dict[str, str]:
+    """Return what a checkpoint says of the charges it was made from: how many, the hash of the last, and answers.
+
+    `part`: of the run, whose steps it has learned from; not written where the run has one.
+    """
     charges = len(ledger.events)
     facts = {"charges": str(charges), "chain": str(ledger.chain(charges))}
+    facts |= {"part": part} if part else {}
     return facts if answered is None else {**facts, "answered": str(answered)}
 
 
@@ -48,7 +53,9 @@ def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path)
         DatalensError: there is a release of a finite budget, and nothing to go on from.
     """
     begun = bool(ledger.events) and math.isfinite(ledger.budget.epsilon) and (run / "release").exists()
-    if begun and not checkpoint.exists() and journal.find(ledger, step=0) is None:
+    named = {event.part for event in ledger.events if not isinstance(event, UnknownEvent)}
+    journaled = any(journal.find(ledger, step=0, part=part) is not None for part in sorted(named))
+    if begun and not checkpoint.exists() and not journaled:
         raise DatalensError(
             f"{run} has neither a checkpoint nor a journal of what it has learned, and would begin again with what is "
             "left of its budget. Nothing was spent, and its release stands: keep that, or move it away to go on"
@@ -67,7 +74,7 @@ def _unpaid_checkpoint(path: Path, settings: Settings, ledger: Ledger) -> str | 
         charges = int(facts["charges"]) if facts.get("charges", "").isdecimal() else -1
         if ledger.chain(charges) != facts["chain"]:
             return f"the checkpoint was written after charge {facts.get('charges')} of another one"
-    step, paid = facts.get("step", ""), settings.steps_paid(known(ledger.events))
+    step, paid = facts.get("step", ""), settings.steps_paid(of_part(ledger.events, facts.get("part", "")))
     if step.isdecimal() and int(step) > paid:
         return f"the checkpoint has learned from {step} steps, of which they pay for {paid}"
     return None
