@@ -22,6 +22,7 @@ from datalens.settings import (
     NoiseName,
     Settings,
     TrainSettings,
+    check_seed,
 )
 from datalens.texture import Texture
 
@@ -110,6 +111,7 @@ def _budget(options: TrainOptions) -> Budget:
             "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
             "add --relation replace-one, or leave --balanced out"
         )
+    check_seed(options.seed)
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
     if options.chunk is not None and options.chunk < 1:

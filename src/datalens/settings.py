@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,14 @@ REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers
 NetworkName = Literal["spectral", "compact", "paper", "printed"]
 NoiseName = Literal["discrete-gaussian", "gaussian"]
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
+# Of what settings hold: they are in the certificate, where a longer text or number would be room for something else.
+MOST_SEED, MOST_TEXT = 2**62, 500
+
+
+def check_seed(seed: int) -> None:
+    """Raise if no certificate could be read that states this seed."""
+    if not -MOST_SEED <= seed < MOST_SEED:
+        raise DatalensError("--seed has too many digits: give a whole number from -2^62 to 2^62")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +221,8 @@ class SgdSettings:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
         settings = checked(cls, fields, zero=("features",))
+        if re.fullmatch("(?:[0-9a-f]{64})?", settings.extractor_sha256) is None:
+            raise DatalensError("the setting extractor_sha256 is no SHA-256")
         if not (0 < settings.topk <= 1 and settings.clip > 0):
             raise DatalensError("the settings topk and clip cannot be these")
         return settings
@@ -255,9 +266,9 @@ def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = (
 def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
     """Whether a value read from JSON is one of the field's type, and of a size that means something."""
     if kind is int:
-        return type(value) is int and (smallest is None or smallest <= value < 2**62)
+        return type(value) is int and (-MOST_SEED if smallest is None else smallest) <= value < MOST_SEED
     if kind is float:
         return type(value) in (int, float) and (smallest is None or smallest <= value < 1e300)
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
-    return type(value) is kind
+    return type(value) is kind and (kind is not str or len(value) <= MOST_TEXT)

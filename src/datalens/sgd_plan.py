@@ -14,7 +14,7 @@ from datalens.presets import sgd_usual
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget, check_epsilon, read_ledger
 from datalens.runs import read_config
-from datalens.settings import SgdSettings
+from datalens.settings import SgdSettings, check_seed
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     rate = usual.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
+    check_seed(options.seed)
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
     settings = SgdSettings(

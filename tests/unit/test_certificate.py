@@ -48,7 +48,7 @@ from datalens.released.verification import Verification, check_release
 from datalens.settings import Settings
 
 SCHEMA = Schema(name="tiny", height=4, width=4, channels=1, classes=("a", "b"), nominal_size=100)
-TINY = Architecture(shape=(1, 4, 4), classes=2, latent=2, latent_law="normal", dense=0, widths=(2,))
+TINY = Architecture(shape=(1, 4, 4), classes=2, latent=2, latent_law="normal", dense=0, widths=(2, 2))
 BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exact")
 STEPS = 3
 

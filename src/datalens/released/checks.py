@@ -26,7 +26,7 @@ from datalens.privacy.ledger import Budget, upwards
 from datalens.released.certificate import VERSION, contents, lengths
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
-from datalens.released.generator import Generator
+from datalens.released.generator import Architecture, Generator, dcgan_architecture, slimmer
 from datalens.released.moments import MomentModel
 from datalens.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings
 
@@ -192,6 +192,8 @@ def _topagg(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> li
     discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
     if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
         found.append("the settings state another kind of noise than the ledger")
+    if any(event.queries != settings.batch for event in gaussian):
+        found.append("the settings state another number of images in a step than the ledger")
     if any(event.coordinates != settings.batch * settings.cells for event in discrete):
         found.append("the settings state another number of coordinates than the ledger")
     if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
@@ -274,6 +276,8 @@ def _sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, ...]) -> li
         found.append(f"the ledger has other events than steps over sampled {unit}s")
     if any(event.sigma != settings.sigma * settings.bound for event in steps):
         found.append("the settings state another sigma, topk or clip than the ledger")
+    if any(event.queries != 1 for event in steps):
+        found.append("the ledger has steps of several sums, of which DP-SGD has none")
     if any(event.l2_bound < settings.bound for event in steps):
         found.append("the ledger was charged for shorter rows than the settings state")
     if any(event.rate != settings.batch_size / schema.nominal_size for event in steps):
@@ -352,9 +356,19 @@ def check_weights(claim: Claim) -> list[str]:
         law, latent = getattr(settings, "latent_law", "normal"), getattr(settings, "latent", None)
         if not plugged and (model.architecture.latent, model.architecture.latent_law) != (latent, law):
             found.append("the weights are of another generator than the settings state")
+        elif not plugged and _wider(model.architecture, getattr(settings, "slim", 1)):
+            found.append("the weights are of a wider generator than the settings make")
     elif isinstance(settings, MomentSettings):
         found += _moment_weights(settings, model, claim.events)
     return found
+
+
+def _wider(given: Architecture, slim: int) -> bool:
+    """Whether a generator has more weights than the one of its method: room for something else."""
+    made = slimmer(dcgan_architecture(given.shape, given.classes, latent=given.latent, latent_law="normal"), slim)
+    if len(given.widths) != len(made.widths) or given.dense > made.dense:
+        return True
+    return any(one > most for one, most in zip(given.widths, made.widths, strict=True))
 
 
 def _moment_weights(settings: MomentSettings, model: MomentModel, events: tuple[Event, ...]) -> list[str]:
