@@ -36,6 +36,8 @@ from datalens.released.certificate import (
     own_hash,
     page_bytes,
 )
+from datalens.released.generator import Architecture, Generator
+from datalens.released.release import draw_picture
 from tests.e2e.conftest import call
 
 Lines = list[dict[str, Any]]
@@ -604,6 +606,70 @@ def test_room_for_anything_else_is_refused(where: str, release_of: Callable[[str
     (release / CERTIFICATE).write_bytes(certificate_bytes(certificate))
     (release / REPORT).unlink()
     assert "the certificate" in problem(release)
+
+
+LONG = "7" * 3000
+
+
+@pytest.mark.parametrize("method", ["moments", "topagg", "sgd"])
+@pytest.mark.parametrize("where", ["epsilon", "delta", "queries", "seed", "preset", "value_range"])
+def test_room_in_a_number_or_a_text_is_refused(where: str, method: str, release_of: Callable[[str], Path]) -> None:
+    """A number with 3,000 digits, or a text of any length, is a number or a text as well, and holds records."""
+    release = release_of(method)
+    lines, certificate = lines_of(release), json.loads((release / CERTIFICATE).read_text())
+    if where in ("epsilon", "delta"):
+        text = str(float(lines[0][where])) if where == "epsilon" else f"{lines[0][where]:.8f}"
+        lines[0][where] = text + "0" * 60 + LONG
+    if where == "queries":
+        lines[1]["event"]["queries"] = int(LONG)
+    if where in ("epsilon", "delta", "queries"):
+        put_lines(release, lines)
+        out = call("verify", release).out
+        assert "a whole number from 0" in out if where == "queries" else "is not written as" in out
+        return
+    if where == "value_range":
+        certificate["public"][where] = [0, int(LONG)]
+    else:
+        certificate["settings"][where] = int(LONG) if where == "seed" else LONG
+    restate(release, certificate)
+    assert "the certificate" in problem(release) or f"the setting {where}" in problem(release)
+
+
+@pytest.mark.parametrize("method", ["topagg", "sgd"])
+def test_another_number_of_sums_than_the_settings_state_is_refused(
+    method: str, release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    lines = lines_of(release)
+    lines[1]["event"]["queries"] += 1
+    put_lines(release, lines)
+    reseal(release)
+    assert "several sums" in problem(release) if method == "sgd" else "number of images in a step" in problem(release)
+
+
+@pytest.mark.parametrize("method", ["topagg", "dpgan", "gswgan", "pategan", "gpate", "dpmerf", "dcgan"])
+@pytest.mark.parametrize("part", ["widths", "dense"])
+def test_a_wider_generator_than_the_settings_make_is_refused(
+    part: str, method: str, release_of: Callable[[str], Path]
+) -> None:
+    """It has room for records, and draws what its picture shows all the same."""
+    release = release_of(method)
+    path, _, described = weights_of(release)
+    a = described["generator"]["architecture"]
+    a[part] = 2000 if part == "dense" else [2 * 128 for _ in a[part]]
+    wider = Generator(Architecture(**{**a, "shape": tuple(a["shape"]), "widths": tuple(a["widths"])})).eval()
+    put_weights(path, wider.state_dict(), described)
+    schema = Schema.from_dict(json.loads((release / CERTIFICATE).read_text())["public"])
+    draw_picture(wider, schema).save(release / PICTURE)
+    reseal(release)
+    assert "a wider generator than the settings make" in problem(release)
+
+
+def test_a_seed_that_no_certificate_could_state_is_refused_before_anything_is_charged(tmp_path: Path) -> None:
+    for command in ("train", "sgd"):
+        asked = (command, "--data", "digits", "--epsilon", 4, "--seed", 2**62, "--out", tmp_path / command)
+        assert "--seed has too many digits" in call(*asked).refused()
+        assert not (tmp_path / command).exists()
 
 
 # --- the page for people --------------------------------------------------------------------------------------------

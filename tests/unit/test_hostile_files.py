@@ -22,9 +22,11 @@ from datalens.errors import DatalensError
 from datalens.methods.sgd import SgdOptions
 from datalens.methods.sgd import train as train_sgd
 from datalens.options import TrainOptions, options_as_dict
+from datalens.pages import check_may_replace
 from datalens.plans.registry import make_plan
 from datalens.privacy.budget import Cap, DataBudget
 from datalens.privacy.ledger import Budget, check_epsilon
+from datalens.released import loading, signing
 from datalens.run import reservation
 
 DIGITS = {"data": "digits", "texture": 0, "coordinates": 8, "epsilon": 5.0, "device": "cpu"}
@@ -52,6 +54,28 @@ def test_data_that_is_no_file(tmp_path: Path, name: str, make: Callable[[Path], 
     make(tmp_path / name)
     with pytest.raises(DatalensError, match=f"is {kind}, not a file"):
         formats.open_records(str(tmp_path / name), nominal_size=1)
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.parquet"])
+@pytest.mark.parametrize(("make", "kind"), [(a_pipe, "a pipe"), (a_device, "a device")])
+def test_samples_that_are_no_file(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
+    make(tmp_path / name)
+    with pytest.raises(DatalensError, match=f"is {kind}, not a file"):
+        loading.load(tmp_path / name)
+
+
+def test_keys_and_pages_that_are_no_file(tmp_path: Path) -> None:
+    """A key may come through a pipe, so a device is read as far as the longest of keys."""
+    pytest.importorskip("cryptography")
+    a_device(tmp_path / "key")
+    with pytest.raises(DatalensError, match="too long"):
+        signing.public_keys(tmp_path / "key")
+    with pytest.raises(DatalensError, match="not a private key"):
+        signing.sign(b"", tmp_path / "key")
+    a_pipe(tmp_path / "page.html")
+    for name in ("key", "page.html"):
+        with pytest.raises(DatalensError, match="not a page of ours"):
+            check_may_replace(tmp_path / name)
 
 
 def test_no_more_is_read_than_an_image_can_have(tmp_path: Path) -> None:

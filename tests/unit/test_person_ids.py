@@ -141,13 +141,37 @@ GAPS = [
 ]
 
 
-@pytest.mark.parametrize("gap", [*GAPS, "ＮＡ", "missing", "NULL", "(none)", "anonymous", "-9", "-99", -1, b"NA"])
+CODES = ["-9", "-99", "-99999", "-1.0", "-999.0", "\u22121", -1, "\\N", "00000000-0000-0000-0000-000000000000"]
+WORDS = ["missing", "NULL", "(none)", "anonymous", "not recorded", "Not provided", "NA_character_", "unknown patient"]
+
+
+@pytest.mark.parametrize("gap", [*GAPS, *CODES, *WORDS, "ＮＡ", "不明", "redacted", b"NA"])
 def test_spellings_of_missing(gap):
     with pytest.raises(DatalensError, match=r"x\.png has no id"):
         person_key(gap, "x.png")
 
 
-@pytest.mark.parametrize("person", ["NA17", "Nathan", "n-1", "0", 0, -2, "-17", "unknown 3", "李", "p_1", "O'Neil"])
+@pytest.mark.parametrize(
+    "person",
+    [
+        "NA17",
+        "Nathan",
+        "n-1",
+        "n",
+        "0",
+        "00000000",
+        0,
+        -2,
+        "-17",
+        "-19",
+        "-1.5",
+        "99",
+        "unknown 3",
+        "李",
+        "p_1",
+        "O'Neil",
+    ],
+)
 def test_what_is_no_gap(person):
     assert person_key(person) == f"id:{person}".encode()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opacus import GradSampleModule
+from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.utils.data import DataLoader, TensorDataset
@@ -310,6 +311,54 @@ def test_what_cannot_be_watched_is_refused() -> None:
         StateWatch(sparse)
     with pytest.raises(DatalensError, match=r"parameter weight cannot be watched"):
         StateWatch(nn.LazyLinear(3))
+
+
+class Saves(nn.Module):
+    """Keeps the mean in a plain attribute, and has it saved."""
+
+    mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.detach().mean(dim=0)
+        return x
+
+
+class BySaving(Saves):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "mean"] = self.mean
+
+
+class ByAnotherDictionary(Saves):
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return {**super().state_dict(*args, **named), "mean": self.mean}
+
+
+class ByHook(Saves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda layer, found, prefix, _: found.update({prefix + "mean": layer.mean}))
+
+
+@pytest.mark.parametrize("kind", [BySaving, ByAnotherDictionary, ByHook])
+def test_a_layer_does_not_write_into_the_state_dict_itself(kind: type[Saves]) -> None:
+    with pytest.raises(DatalensError, match=r"layer 0 .* has code of its own that makes or changes its state_dict"):
+        private(nn.Sequential(kind(), nn.Linear(6, 3)))
+
+
+def test_nor_by_a_hook_that_it_is_given_later() -> None:
+    model, optimizer, loader = private(nn.Sequential(Saves(), nn.Linear(6, 3)))
+    learn(model, optimizer, *next(iter(loader)))
+    layer = model._module[0]
+    layer.register_state_dict_post_hook(lambda layer, found, prefix, _: found.update({prefix + "mean": layer.mean}))
+    for out in (model.state_dict, layer.state_dict, lambda: copy.deepcopy(model)):
+        with pytest.raises(DatalensError, match="code of its own"):
+            out()
+
+
+def test_layers_of_opacus_save_themselves_otherwise_and_are_let_through() -> None:
+    for layer in (DPMultiheadAttention(6, 2), DPLSTM(6, 3)):
+        StateWatch(layer).check()
 
 
 def test_the_watch_is_the_wiring_of_sgd_too(monkeypatch: pytest.MonkeyPatch) -> None:

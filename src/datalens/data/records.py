@@ -5,6 +5,7 @@ and a machine that holds some of the teachers decodes only what these see.
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -94,10 +95,14 @@ MISSING = frozenset(
         *("", "na", "nan", "nat", "none", "null", "nil", "void", "blank", "empty", "missing", "undefined"),
         *("unspecified", "notspecified", "notavailable", "notapplicable", "notknown", "notgiven", "noid", "nodata"),
         *("noname", "tbd", "unknown", "unk", "unbekannt", "inconnu", "desconocido", "sconosciuto"),
-        *("anonymous", "anonymized", "anonymised"),
+        *("anonymous", "anonymized", "anonymised", "anon", "withheld", "redacted", "unassigned", "unidentified"),
+        *("notrecorded", "notreported", "notprovided", "norecord", "missingvalue", "undef", "nacharacter", "nainteger"),
+        *("unknownperson", "unknownpatient", "unknownsubject", "unknownparticipant", "unknownuser"),
+        *("onbekend", "nichtbekannt", "keineangabe", "\u043d\u0435\u0438\u0437\u0432\u0435\u0441\u0442\u043d\u043e"),
+        *("\u672a\u77e5", "\u4e0d\u660e"),
     )
 )
-CODES = frozenset(("-1", "-9", "-99", "-999", "-9999"))  # and by numbers
+CODES = re.compile(r"[-\u2212](1|9+)(\.0*)?|\\n|0{8}-(0{4}-){3}0{12}")  # by numbers, in MySQL's dumps, and the nil UUID
 
 
 def person_key(identity: object, where: str = "a record") -> bytes:
@@ -128,7 +133,7 @@ def person_key(identity: object, where: str = "a record") -> bytes:
 
 def _is_gap(identity: str) -> bool:
     plain = unicodedata.normalize("NFKC", identity).casefold()
-    return plain.strip() in CODES or "".join(filter(str.isalnum, plain)) in MISSING
+    return CODES.fullmatch(plain.strip()) is not None or "".join(filter(str.isalnum, plain)) in MISSING
 
 
 def content_key(image: np.ndarray) -> bytes:

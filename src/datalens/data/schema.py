@@ -77,8 +77,8 @@ class Schema:
         texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
         if not all(isinstance(text, str) for text in texts) or not schema.classes:
             raise ValueError("names and classes must be text")
-        if len(schema.value_range) != 2 or not all(type(end) in (int, float) for end in schema.value_range):
-            raise ValueError("value_range must be two numbers")
+        if schema.value_range != (0, 1):
+            raise ValueError("value_range must be 0 and 1")
         return schema
 
 

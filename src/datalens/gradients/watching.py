@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from datalens.errors import DatalensError
 
+_TRUSTED = ("torch", "opacus", "datalens")
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,6 +28,7 @@ class StateWatch:
                     f"layer {name or 'model'} ({type(layer).__name__}) puts more into state_dict() than tensors "
                     "(get_extra_state), which no noise is added to: keep it outside the model"
                 )
+            _check_saving(name, layer)
         self._model = model
         self._kept: dict[str, Tensor] = {}
         for name, tensor in self._now().items():
@@ -73,6 +75,9 @@ class StateWatch:
                 _bits(tensor).copy_(kept)
 
     def check(self, within: str | None = None) -> None:
+        for place, layer in self._model.named_modules():
+            if within in (None, place):
+                _check_saving(place, layer)
         name = self.changed(within)
         if name is not None:
             self.refuse(name)
@@ -121,6 +126,18 @@ class _Leaving:
     def __reduce__(self) -> Any:
         self._watch.check(self._within)
         return _nothing, ()
+
+
+def _check_saving(name: str, layer: nn.Module) -> None:
+    """Raise if code that is not torch's or Opacus's has a say in what state_dict() holds: it may put anything there."""
+    own = (*layer._state_dict_hooks.values(), *layer._state_dict_pre_hooks.values())
+    for code in (layer.state_dict, layer._save_to_state_dict, *own):
+        if str(getattr(code, "__module__", "")).split(".")[0] not in _TRUSTED:
+            raise DatalensError(
+                f"layer {name or 'model'} ({type(layer).__name__}) has code of its own that makes or changes its "
+                "state_dict(), where what it keeps of records could leave without noise: take it out, or change names "
+                "in the dictionary that you get"
+            )
 
 
 def _nothing() -> Callable[..., None]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.plans.base import Part, Settings, checked, gaps_of_blocks
+from datalens.plans.base import Part, Settings, check_seed, checked, gaps_of_blocks
 from datalens.plans.guidance import budget_warnings, read_off_warnings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
@@ -77,6 +78,8 @@ class SgdSettings(Settings):
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
         settings: SgdSettings = checked(cls, fields, zero=cls.ZERO)
+        if re.fullmatch("(?:[0-9a-f]{64})?", settings.extractor_sha256) is None:
+            raise DatalensError("the setting extractor_sha256 is no SHA-256")
         if not (0 < settings.topk <= 1 and settings.clip > 0):
             raise DatalensError("the settings topk and clip cannot be these")
         return settings
@@ -122,6 +125,8 @@ class SgdSettings(Settings):
             found.append(f"the ledger has other events than steps over sampled {unit}s")
         if any(event.sigma != self.sigma * self.bound for event in steps):
             found.append("the settings state another sigma, topk or clip than the ledger")
+        if any(event.queries != 1 for event in steps):
+            found.append("the ledger has steps of several sums, of which DP-SGD has none")
         if any(event.l2_bound < self.bound for event in steps):
             found.append("the ledger was charged for shorter rows than the settings state")
         if any(event.rate != self.batch_size / schema.nominal_size for event in steps):
@@ -262,6 +267,7 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     rate = usual.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
+    check_seed(options.seed)
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
     settings = SgdSettings(

@@ -214,6 +214,8 @@ class TopAggSettings(Settings):
         discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
         if len(discrete) != (len(gaussian) if self.noise == "discrete-gaussian" else 0):
             found.append("the settings state another kind of noise than the ledger")
+        if any(event.queries != self.batch for event in gaussian):
+            found.append("the settings state another number of images in a step than the ledger")
         if any(event.coordinates != self.batch * self.cells for event in discrete):
             found.append("the settings state another number of coordinates than the ledger")
         if any((event.noise == "seeded") != self.noise_seeded for event in gaussian):

@@ -82,5 +82,5 @@ def check_may_replace(path: Path) -> None:
     """A page of ours may be written again; nothing else is overwritten."""
     if path.is_dir():
         raise DatalensError(f"{path} is a folder: give --out the name of a file, such as {path / 'page.html'}")
-    if path.exists() and GENERATOR not in path.read_bytes()[:2000]:
+    if path.exists() and not (path.is_file() and GENERATOR in path.read_bytes()[:2000]):
         raise DatalensError(f"{path} exists and is not a page of ours: choose another --out")

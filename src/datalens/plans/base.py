@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from datalens.data.records import Records
     from datalens.public.theorem6_choose import Suggestion
 
+# Of what settings hold: they are in the certificate, where a longer text or number would be room for something else.
+MOST_SEED, MOST_TEXT = 2**62, 500
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 
 
@@ -349,6 +351,12 @@ def asked(options: TrainOptions, *names: str) -> dict[str, Any]:
     return given
 
 
+def check_seed(seed: int) -> None:
+    """Raise if no certificate could be read that states this seed."""
+    if not -MOST_SEED <= seed < MOST_SEED:
+        raise DatalensError("--seed has too many digits: give a whole number from -2^62 to 2^62")
+
+
 def check_exact_noise(options: TrainOptions) -> None:
     """Raise if exact noise is asked for, and cannot be had."""
     if options.noise == "discrete-gaussian" and options.noise_seed is not None:
@@ -446,9 +454,9 @@ def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = (
 def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
     """Whether a value read from JSON is one of the field's type, and of a size that means something."""
     if kind is int:
-        return type(value) is int and (smallest is None or smallest <= value < 2**62)
+        return type(value) is int and (-MOST_SEED if smallest is None else smallest) <= value < MOST_SEED
     if kind is float:
         return type(value) in (int, float) and (smallest is None or smallest <= value < 1e300)
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
-    return type(value) is kind
+    return type(value) is kind and (kind is not str or len(value) <= MOST_TEXT)

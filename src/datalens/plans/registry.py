@@ -11,7 +11,7 @@ from typing import Any
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import MOMENT_OVERRIDES, OVERRIDES, SPECIFIC, TrainOptions
-from datalens.plans.base import Method, Settings
+from datalens.plans.base import Method, Settings, check_seed
 from datalens.plans.plugins import named
 from datalens.privacy.ledger import Budget, check_epsilon
 
@@ -146,6 +146,7 @@ def _budget(options: TrainOptions, method: Method) -> Budget:
             "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
             "add --relation replace-one, or leave --balanced out"
         )
+    check_seed(options.seed)
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
     if options.chunk is not None and options.chunk < 1:

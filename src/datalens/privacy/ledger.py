@@ -252,7 +252,7 @@ def _parse_budget(fields: dict[str, Any]) -> Budget:
     if fields["type"] != "budget" or fields["version"] != 1:
         raise TamperedError("the first line of a ledger states its budget")
     try:
-        return Budget(
+        budget = Budget(
             epsilon=float(fields["epsilon"]),
             delta=float(fields["delta"]),
             relation=fields["relation"],
@@ -260,6 +260,9 @@ def _parse_budget(fields: dict[str, Any]) -> Budget:
         )
     except DatalensError as error:
         raise TamperedError(f"the ledger's budget makes no sense: {error}") from error
+    if any(fields[name] != value for name, value in budget.as_dict().items()):  # text would have room for anything
+        raise TamperedError("the ledger's budget is not written as this program writes it: fetch the ledger again")
+    return budget
 
 
 def _open_alone(path: Path) -> IO[bytes]:

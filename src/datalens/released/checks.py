@@ -18,7 +18,7 @@ from datalens.privacy.ledger import Budget, upwards
 from datalens.released.certificate import VERSION, contents
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
-from datalens.released.generator import Generator
+from datalens.released.generator import Architecture, Generator, dcgan_architecture, slimmer
 from datalens.released.moments import MomentModel
 
 PRICES = 1e-6  # of ε: what rounding in other versions of the libraries may add to the price of a plan
@@ -217,7 +217,17 @@ def check_weights(claim: Claim) -> list[str]:
         law, latent = getattr(settings, "latent_law", "normal"), getattr(settings, "latent", None)
         if (model.architecture.latent, model.architecture.latent_law) != (latent, law):
             found.append("the weights are of another generator than the settings state")
+        elif _wider(model.architecture, getattr(settings, "slim", 1)):
+            found.append("the weights are of a wider generator than the settings make")
     return found if plugged else found + settings.wrong_weights(model, known(claim.events))
+
+
+def _wider(given: Architecture, slim: int) -> bool:
+    """Whether a generator has more weights than the one of its method: room for something else."""
+    made = slimmer(dcgan_architecture(given.shape, given.classes, latent=given.latent, latent_law="normal"), slim)
+    if len(given.widths) != len(made.widths) or given.dense > made.dense:
+        return True
+    return any(one > most for one, most in zip(given.widths, made.widths, strict=True))
 
 
 CHECKS: tuple[Callable[[Claim], list[str]], ...] = (

@@ -53,6 +53,12 @@ def dcgan_architecture(
     )
 
 
+def slimmer(architecture: Architecture, slim: int) -> Architecture:
+    """The same with so many times fewer channels."""
+    widths = tuple(max(1, width // slim) for width in architecture.widths)
+    return replace(architecture, dense=architecture.dense // slim, widths=widths)
+
+
 class Generator(nn.Module):
     """z and a one-hot label → an image in [0, 1]. The label is concatenated at every layer."""
 
@@ -111,9 +117,7 @@ class Generator(nn.Module):
 
 def fresh_generator(shape: tuple[int, int, int], classes: int, *, latent: int, seed: int, slim: int = 1) -> "Generator":
     """DC-GAN's, or one with so many times fewer channels, about to be trained; from the seed alone."""
-    full = dcgan_architecture(shape, classes, latent=latent, latent_law="normal")
-    widths = tuple(max(1, width // slim) for width in full.widths)
-    generator = Generator(replace(full, dense=full.dense // slim, widths=widths))
+    generator = Generator(slimmer(dcgan_architecture(shape, classes, latent=latent, latent_law="normal"), slim))
     initialise(generator, streams.generator(seed, "generator"))
     return generator.train()
 

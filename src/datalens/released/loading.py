@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from datalens.data.parquet import check_unpacked
+from datalens.data.regular import check_regular
 from datalens.errors import DatalensError
 from datalens.released.saving import (
     CERTIFICATE,
@@ -46,6 +47,8 @@ def load(path: str | os.PathLike[str]) -> SyntheticDataset:
     read = _read_folder if place.is_dir() else {".npz": _read_npz, ".parquet": _read_parquet}.get(kind_of(path))
     if read is None:
         raise DatalensError(f"{path} is a file without a suffix: expected .npz, .parquet or a folder")
+    if not place.is_dir():
+        check_regular(place)
     try:
         return read(place)
     except Exception as error:

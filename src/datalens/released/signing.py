@@ -57,7 +57,7 @@ def public_keys(path: Path) -> set[bytes]:
         DatalensError: a line limits its key by options, which are not kept to here, or the key is damaged.
     """
     try:
-        content = path.read_bytes()
+        content = _read(path)
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         raise DatalensError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -78,6 +78,12 @@ def public_keys(path: Path) -> set[bytes]:
             f"{path} holds no public key of the kind ssh-ed25519: make one with `ssh-keygen -t ed25519`"
         )
     return found
+
+
+def _read(path: Path) -> bytes:
+    """The beginning of a file of keys, which may be a pipe; a device may have no end."""
+    with open(path, "rb") as file:
+        return file.read(MOST_BYTES + 1)
 
 
 def _key_on(words: list[str]) -> bytes | None:
@@ -199,7 +205,7 @@ def _private_key(path: Path) -> Any:
     serialization, ed25519 = _cryptography()
     elsewhere = f"sign with `ssh-keygen -Y sign -n {NAMESPACE.decode()} -f {path} release/certificate.json`"
     try:
-        key = serialization.load_ssh_private_key(path.read_bytes()[:MOST_BYTES], password=None)
+        key = serialization.load_ssh_private_key(_read(path), password=None)
     except OSError as error:
         raise DatalensError(f"cannot read {path}: {error.strerror}") from error
     except TypeError as error:  # it has a passphrase
