@@ -231,9 +231,9 @@ class DataLens(BaseEstimator):
 
     def report(self, path: Path_) -> None:
         """The release on one page for people, report.html; it may be handed on."""
+        from datalens.files import write_atomically
         from datalens.pages import check_may_replace
         from datalens.released.report import page
-        from datalens.run.folder import write_atomically
 
         check_may_replace(Path(path))
         write_atomically(Path(path), page(self._release()))

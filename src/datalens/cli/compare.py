@@ -21,9 +21,9 @@ class Compare:
 
     def __call__(self) -> int:
         from datalens.evaluate import compare
+        from datalens.files import write_atomically
         from datalens.pages import check_may_replace
         from datalens.released.certificate import CERTIFICATE
-        from datalens.run.folder import write_atomically
 
         if not self.runs:
             raise DatalensError("say which runs: datalens compare runs/a runs/b")

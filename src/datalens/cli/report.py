@@ -22,10 +22,10 @@ class Report:
 
     def __call__(self) -> int:
         from datalens.evaluate import owner_report
+        from datalens.files import write_atomically
         from datalens.pages import OWNER, REPORT, check_may_replace
         from datalens.released import report
         from datalens.released.verification import check_release
-        from datalens.run.folder import write_atomically
 
         release = release_of(self.run)
         target = self.out or release / REPORT

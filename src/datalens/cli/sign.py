@@ -20,10 +20,10 @@ class Sign:
     json: Json = False
 
     def __call__(self) -> int:
+        from datalens.files import write_atomically
         from datalens.released.certificate import CERTIFICATE, SIGNATURE
         from datalens.released.signing import fingerprint, sign, signer
         from datalens.released.verification import check_release
-        from datalens.run.folder import write_atomically
 
         release = release_of(self.run)
         if problems := check_release(release).problems:

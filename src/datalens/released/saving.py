@@ -8,7 +8,7 @@ import secrets
 import shutil
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from datalens.errors import DatalensError
+from datalens.files import replacing
 from datalens.progress import bar
 from datalens.released.synthetic import SyntheticDataset, mode_of
 
@@ -55,19 +56,12 @@ def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool
             _write_folder(dataset, certificate, staging)
             _put_folder(staging, target)
         else:
-            with staging.open("xb") as stream:
+            with replacing(target, shared=True) as stream:
                 (_write_npz if kind == ".npz" else _write_parquet)(dataset, certificate, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(staging, target)
     except OSError as error:
         raise DatalensError(f"cannot write {path}: {error.strerror or one_line(error)}") from error
     finally:
-        if staging.is_dir():
-            shutil.rmtree(staging, ignore_errors=True)
-        else:
-            with suppress(OSError):  # mostly not there any more; and the first error is the one to tell
-                staging.unlink()
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def ending(path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
