@@ -45,8 +45,7 @@ from datalens.privacy.ledger import Ledger, _line, read_ledger
 from datalens.released.certificate import certificate_bytes, own_hash
 from datalens.released.loading import load
 from datalens.released.release import load_generator
-from datalens.released.saving import save
-from datalens.released.synthetic import SyntheticDataset
+from datalens.released.synthetic import SyntheticDataset, save
 from datalens.released.verification import check_release
 from datalens.run.folder import Run, _damage_explained, load_part, load_tensors, read_config
 
