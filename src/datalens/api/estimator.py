@@ -11,6 +11,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.errors import DatalensError, TamperedError
+from datalens.files import write_atomically
 from datalens.options import TrainOptions
 from datalens.run.scratch import Scratch
 
@@ -231,7 +232,6 @@ class DataLens(BaseEstimator):
 
     def report(self, path: Path_) -> None:
         """The release on one page for people, report.html; it may be handed on."""
-        from datalens.files import write_atomically
         from datalens.pages import check_may_replace
         from datalens.released.report import page
 

@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,6 @@ class Compare:
 
     def __call__(self) -> int:
         from datalens.evaluate import compare
-        from datalens.files import write_atomically
         from datalens.pages import check_may_replace
         from datalens.released.certificate import CERTIFICATE
 

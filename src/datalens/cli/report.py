@@ -8,6 +8,7 @@ from tyro.conf import Positional, arg
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,6 @@ class Report:
 
     def __call__(self) -> int:
         from datalens.evaluate import owner_report
-        from datalens.files import write_atomically
         from datalens.pages import OWNER, REPORT, check_may_replace
         from datalens.released import report
         from datalens.released.verification import check_release

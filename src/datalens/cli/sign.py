@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,6 @@ class Sign:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.files import write_atomically
         from datalens.released.certificate import CERTIFICATE, SIGNATURE
         from datalens.released.signing import fingerprint, sign, signer
         from datalens.released.verification import check_release

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from datalens.data import owner_cache
 from datalens.files import load_tensors, save_tensors, store
@@ -61,8 +62,6 @@ def remembered_tensors(
     name: str, compute: Callable[[], dict[str, torch.Tensor]], *, fresh: bool = False
 ) -> dict[str, torch.Tensor]:
     """The same for tensors."""
-    from safetensors import SafetensorError
-
     path = path_of(name, ".safetensors")
     if path.is_file() and not fresh:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
@@ -138,8 +139,6 @@ def _fetched() -> Path:
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)  # tensors only: no code is run
     except Exception as error:  # a dozen kinds, for bytes that are no weights

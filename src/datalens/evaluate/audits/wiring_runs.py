@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from datalens import driver
 from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.errors import DatalensError
 from datalens.evaluate.audits.wiring_tape import Killed, Tape
+from datalens.methods import sgd
+from datalens.methods.sgd_plan import SgdOptions
 from datalens.options import TrainOptions
 from datalens.peers.table import METHODS, method_named
 from datalens.peers.table import PRESETS as PEER_PRESETS
@@ -229,8 +232,6 @@ def subject(name: str, options: dict[str, Any], relation: Relation, *, person: b
 
 def _train(options: dict[str, Any]) -> Train:
     def train(path: Path, out: Path, resume: bool, noise_seed: int | None) -> dict[str, Any]:
-        from datalens import driver
-
         return driver.train(
             TrainOptions(**{**options, "data": str(path), "out": out, "resume": resume, "noise_seed": noise_seed})
         )
@@ -264,9 +265,6 @@ def without(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _sgd(*, person: bool) -> Subject:
     def train(path: Path, out: Path, resume: bool, noise_seed: int | None) -> dict[str, Any]:
-        from datalens.methods import sgd
-        from datalens.methods.sgd_plan import SgdOptions
-
         options = SgdOptions(
             data=str(path),
             out=out,
