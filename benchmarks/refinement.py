@@ -26,9 +26,10 @@ from benchmarks import held_out
 from benchmarks.machine import describe
 from datalens.data import formats
 from datalens.driver import train
-from datalens.methods import datalens
+from datalens.methods import topagg
 from datalens.options import TrainOptions, options_as_dict
-from datalens.plans.plan import topagg_plan
+from datalens.plans.base import Place
+from datalens.plans.registry import make_plan
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.public import streams
@@ -67,11 +68,12 @@ def refine(options: TrainOptions, start: Generator, device: torch.device, rate: 
     """Algorithm 1 from there, with a budget of its own."""
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size)
-    budget, settings = topagg_plan(options, records.schema)
+    budget, settings = make_plan(options, records.schema)
+    assert isinstance(settings, topagg.TopAggSettings)
     settings = dataclasses.replace(settings, student_rate=rate, latent=start.architecture.latent)
     with World.start(device.type) as world:
-        shares = datalens.gather(records, settings, world=world)
-        crowd = datalens.make_crowd(shares, settings, records.schema, world=world, folder=options.out / "checkpoints")
+        shares = topagg.gather(records, settings, Place(device=world.device, folder=options.out, world=world))
+        crowd = topagg.make_crowd(shares, settings, records.schema, world=world, folder=options.out / "checkpoints")
         run = Run.create(
             options.out,
             options=options_as_dict(options),
@@ -82,7 +84,7 @@ def refine(options: TrainOptions, start: Generator, device: torch.device, rate: 
         )
         draws = settings.steps * settings.batch * settings.basis_size
         with open_noise(settings.noise, settings.sigma, draws=draws, seed=None) as noise:
-            student = datalens.train(
+            student = topagg.learn(
                 run,
                 crowd,
                 settings,

@@ -116,13 +116,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "api/topagg.py": ("unit/test_voting.py",),
     "public/critic.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
     "run/remote_teachers.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
-    "methods/datalens.py": (
+    "methods/topagg.py": (
         *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
         "wiring/test_methods.py::test_plugins_are_walked_too",
     ),
     "methods/dcgan.py": wired("dcgan"),
-    "methods/dpgan.py": (*wired("dpgan"), "unit/test_noisy_critic.py"),
-    "methods/dpsgd_gan.py": (*wired("dpsgd-gan"), "unit/test_noisy_critic.py"),
+    "methods/noisy_critic.py": (*wired("dpgan", "dpsgd-gan"), "unit/test_noisy_critic.py"),
     "methods/dpmerf.py": (*wired("dpmerf"), "unit/test_dpmerf.py"),
     "methods/gpate.py": (*wired("gpate"), "unit/test_votes.py"),
     "methods/gswgan.py": (*wired("gswgan"), "unit/test_one_of_many.py"),

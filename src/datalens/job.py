@@ -9,9 +9,8 @@ from datalens.data.own.reading import Reading
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions, options_as_dict
-from datalens.peers.settings import PeerSettings
-from datalens.plans.plan import check_moments, check_settings, make_plan
-from datalens.plans.settings import Settings, SgdSettings, TrainSettings, parse_settings
+from datalens.plans.base import Settings
+from datalens.plans.registry import make_plan, read_settings
 from datalens.privacy.ledger import Budget
 from datalens.run.board import writer_class
 from datalens.run.folder import read_config
@@ -25,7 +24,7 @@ class Job:
     """What is to be done, from public facts. `budget` is None where a run goes on: its ledger has it."""
 
     options: dict[str, Any]
-    settings: TrainSettings
+    settings: Settings
     schema: Schema
     budget: Budget | None
     begun: bool
@@ -90,13 +89,8 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
             raise DatalensError(
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
-    settings, schema = parse_settings(config["settings"]), Schema.from_dict(config["schema"])
-    if isinstance(settings, SgdSettings):
+    settings, schema = read_settings(config["settings"]), Schema.from_dict(config["schema"])
+    if settings.makes == "classifier":
         raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
-    if isinstance(settings, PeerSettings):
-        settings.check(schema)
-    elif isinstance(settings, Settings):
-        check_settings(settings.as_dict(), schema)
-    else:
-        check_moments(settings, schema)
+    settings.check(schema)
     return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)

@@ -1,19 +1,24 @@
-"""What a person may set (`TrainOptions`, the command line); what a run then does is in `settings`."""
+"""What a person may set (`TrainOptions`, the command line); what a run then does is in its method's settings."""
 
 import dataclasses
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import arg
 
-from datalens.plans.settings import CompressName, MethodName, NetworkName, NoiseName
-
+MethodName = Literal[
+    "datalens", "datalens-paper", "dcgan", "dpmerf", "gswgan", "dpgan", "dpsgd-gan", "pategan", "gpate"
+]
+CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+COMPRESSORS: tuple[CompressName, ...] = get_args(CompressName)
+NetworkName = Literal["spectral", "compact", "paper", "printed"]
+NoiseName = Literal["discrete-gaussian", "gaussian"]
 WarmStart = Literal["moments", "off"]
 
-# How the user's own data is read: the same options for several commands (`datasets.own.Reading`).
+# How the user's own data is read: the same options for several commands (`data.own.reading.Reading`).
 Label = Annotated[
     str | None,
     arg(

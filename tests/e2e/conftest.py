@@ -110,7 +110,7 @@ def _quickly() -> Iterator[None]:
     """
     import torch
 
-    from datalens.methods import datalens as method
+    from datalens.methods import topagg as method
 
     make, threads = method.dcgan_architecture, torch.get_num_threads()
     narrow = {"dense": 32, "widths": (8, 8)}

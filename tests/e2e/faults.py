@@ -486,12 +486,12 @@ def preload() -> None:
     import torch._dynamo
 
     import datalens.driver
-    import datalens.methods.datalens
+    import datalens.methods.topagg
     import datalens.released.release
 
     torch.set_num_threads(1)
-    make = datalens.methods.datalens.dcgan_architecture  # narrow: the faults are in the files
-    datalens.methods.datalens.dcgan_architecture = lambda *a, **k: replace(make(*a, **k), dense=32, widths=(8, 8))
+    make = datalens.methods.topagg.dcgan_architecture  # narrow: the faults are in the files
+    datalens.methods.topagg.dcgan_architecture = lambda *a, **k: replace(make(*a, **k), dense=32, widths=(8, 8))
 
 
 def attempt(

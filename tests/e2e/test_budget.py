@@ -148,7 +148,7 @@ def test_every_method_can_be_reserved(method: tuple[str, ...], budget: Path) -> 
     """At its own ε, in an empty budget: what its ledger may charge is priced at that, or (Laplace, sampled) near it."""
     from datalens.data import formats
     from datalens.options import TrainOptions
-    from datalens.plans.plan import make_plan
+    from datalens.plans.registry import make_plan
     from datalens.privacy.budget import most_charged, price
     from datalens.run.reservation import planned
 

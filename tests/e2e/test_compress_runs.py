@@ -57,13 +57,13 @@ def test_tables_5_and_6_ask_for_what_can_be_planned() -> None:
     """Every cell, quick and full, from public facts: nothing is trained."""
     from datalens.data import formats
     from datalens.options import TrainOptions
-    from datalens.plans.plan import topagg_plan
+    from datalens.plans.registry import make_plan
 
     for full in (False, True):
         asked = [cell.options for cell in table5.TABLE.cells(full) if cell.options is not None]
         asked += [cell | {"method": "datalens-paper", "steps": 8} for cell in table6.cells(full)]
         for options in asked:
-            _, settings = topagg_plan(
+            _, settings = make_plan(
                 TrainOptions(out=Path("nowhere"), **options), formats.schema(options["data"], nominal_size=None)
             )
             assert settings.compress == options.get("compress", "topk-sign")

@@ -617,7 +617,7 @@ def live(script, environment, small, run):
 
 
 def test_ctrl_c(monkeypatch, live, train, datalens, run):
-    from datalens.methods import datalens as method
+    from datalens.methods import topagg as method
     from datalens.released.generator import dcgan_architecture
 
     steps = 50
@@ -727,15 +727,13 @@ def chain(run, report):
     import torch._dynamo  # noqa: F401 (torch.optim asks for it, and it takes a second)
 
     import datalens.driver
-    import datalens.methods.datalens
+    import datalens.methods.topagg
     import datalens.released.release
     import datalens.run.folder
     from datalens.cli.main import main
 
-    make = (
-        datalens.methods.datalens.dcgan_architecture
-    )  # narrow: less to compute, so more of the time is spent on files
-    datalens.methods.datalens.dcgan_architecture = lambda *a, **k: replace(make(*a, **k), dense=32, widths=(8, 8))
+    make = datalens.methods.topagg.dcgan_architecture  # narrow: less to compute, so more of the time is spent on files
+    datalens.methods.topagg.dcgan_architecture = lambda *a, **k: replace(make(*a, **k), dense=32, widths=(8, 8))
     seed = random.SystemRandom().randrange(2**32)
     luck = random.Random(seed)
     log = run.with_name("log")

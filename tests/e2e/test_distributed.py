@@ -28,7 +28,7 @@ COMPACT = (*SMALL, "--network", "compact", "--basis", "pixel", "--k", "20", "--n
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch", "torch._dynamo", "datalens.driver", "datalens.methods.datalens", "sklearn.datasets"]
+    ["torch", "torch._dynamo", "datalens.driver", "datalens.methods.topagg", "sklearn.datasets"]
 )
 
 
@@ -118,7 +118,7 @@ def be_a_rank(
 
     from datalens import progress
     from datalens.cli.main import main
-    from datalens.methods import datalens as method
+    from datalens.methods import topagg as method
 
     torch.set_num_threads(1)
     progress.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
-from datalens.plans.settings import Settings
 from datalens.privacy import bounds
 from datalens.privacy.ledger import read_ledger
 from datalens.reproduce import figure2
@@ -79,7 +79,7 @@ def test_who_looks_changes_nothing(tmp_path: Path) -> None:
     """The ledger of a watched run is, byte for byte, that of one nobody watches, whatever the watcher makes of it."""
     from datalens.driver import train
 
-    def look_with(settings: Settings) -> Any:
+    def look_with(settings: TopAggSettings) -> Any:
         return lambda votes: bounds.analyse(votes, k=1, threshold=1e9, sigma=1e-3)  # "costs nothing"
 
     given: dict[str, Any] = SMALL | {"data": "digits", "sigma": 100.0, "beta": 0.5, "device": "cpu"}

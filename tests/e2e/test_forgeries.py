@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from datalens import check_release
 from datalens.data.schema import Schema
 from datalens.pages import REPORT, sealed
-from datalens.plans.settings import parse_settings
+from datalens.plans.registry import read_settings
 from datalens.privacy import tables
 from datalens.privacy.ledger import read_ledger
 from datalens.released.certificate import (
@@ -97,7 +97,7 @@ def put_lines(release: Path, lines: Lines) -> None:
 def reseal(release: Path, *, also: tuple[str, ...] = (), **settings: Any) -> None:
     """A certificate that follows from the forged ledger and settings in everything, and every hash right again."""
     old = json.loads((release / CERTIFICATE).read_text())
-    changed, schema = parse_settings({**old["settings"], **settings}), Schema.from_dict(old["public"])
+    changed, schema = read_settings({**old["settings"], **settings}), Schema.from_dict(old["public"])
     budget, events = read_ledger(release / LEDGER)
     new = contents(changed, schema, budget, events, version=old["version"]) | {"versions": old["versions"]}
     files = [name for name in (LEDGER, WEIGHTS, MODEL, PICTURE, *also) if (release / name).exists()]

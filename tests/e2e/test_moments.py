@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from datalens.plans.settings import RELEASES
+from datalens.methods.moments import RELEASES
 
 DIGITS = ("--data", "digits", "--epsilon", 10)
 

@@ -94,7 +94,7 @@ def test_the_whole_way_from_python(tmp_path):
     from datalens.data.own.reading import Reading
     from datalens.evaluate import utility
     from datalens.evaluate.inspection import inspect
-    from datalens.plans.plan import make_plan
+    from datalens.plans.registry import make_plan
 
     write(tmp_path / "data" / "train", 2000)
     write(tmp_path / "data" / "test", 150, seed=1)

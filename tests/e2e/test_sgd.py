@@ -12,7 +12,7 @@ import torch
 
 from datalens.errors import DatalensError
 from datalens.methods import sgd
-from datalens.methods.sgd_plan import SgdOptions
+from datalens.methods.sgd import SgdOptions
 from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
@@ -105,7 +105,7 @@ def test_settings_that_do_not_fit_the_ledger_are_found(
     trained: tuple[Path, dict[str, Any]], change: dict[str, Any], said: str
 ) -> None:
     from datalens.data.schema import Schema
-    from datalens.plans.settings import SgdSettings
+    from datalens.methods.sgd import SgdSettings
     from datalens.released.checks import _sgd
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))

@@ -10,11 +10,10 @@ import pytest
 
 from datalens.data import formats
 from datalens.errors import DatalensError
+from datalens.methods.gpate import GPateSettings
+from datalens.methods.pategan import PateGanSettings
 from datalens.options import TrainOptions
-from datalens.peers.gpate import GPateSettings
-from datalens.peers.pategan import PateGanSettings
-from datalens.plans.guidance import costs
-from datalens.plans.plan import make_plan
+from datalens.plans.registry import make_plan
 from tests.e2e.conftest import call
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -80,7 +79,7 @@ def planned(**fields: Any) -> Any:
     options = TrainOptions(out=Path("nowhere"), **({"data": "mnist"} | fields))
     schema = formats.schema("mnist", nominal_size=None)
     budget, settings = make_plan(options, schema)
-    return settings, costs(settings, schema, budget)
+    return settings, settings.costs(schema, budget)
 
 
 @pytest.mark.parametrize("preset", ["paper", "quick"])

@@ -16,7 +16,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from datalens.cli.main import main
-    from datalens.methods import datalens as method
+    from datalens.methods import topagg as method
     from datalens.privacy.journal import Journal
     from datalens.privacy.ledger import Ledger
     from datalens.privacy.released import Released

@@ -17,7 +17,7 @@ from datalens.errors import DatalensError
 from datalens.evaluate.audits import moments
 from datalens.evaluate.audits.mechanism import laws
 from datalens.evaluate.audits.moments import CONTROLS, HONEST, Attack, Question, Subject
-from datalens.plans.settings import RELEASES
+from datalens.methods.moments import RELEASES
 from datalens.privacy import audit
 from datalens.privacy.ledger import Ledger
 

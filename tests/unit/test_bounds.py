@@ -330,10 +330,10 @@ def test_no_run_and_no_release_can_reach_the_analysis() -> None:
     reached = reaches_bounds(texts)
     assert "datalens.reproduce.figure2" in reached  # the walker sees what is there
     assert not [name for name in reached if apart(name)]
-    for planted in ("released.certificate", "privacy.ledger", "training"):
+    for planted in ("released.certificate", "privacy.ledger", "driver"):
         broken = {**texts, f"datalens.{planted}": "def f():\n    from datalens.privacy import bounds\n"}
         assert f"datalens.{planted}" in reaches_bounds(broken) and apart(f"datalens.{planted}")
-    indirect = {**texts, "datalens.plans.plan": "from datalens.reproduce.figure2 import summary\n"}
+    indirect = {**texts, "datalens.plans.registry": "from datalens.reproduce.figure2 import summary\n"}
     assert [name for name in reaches_bounds(indirect) if apart(name)]
 
 

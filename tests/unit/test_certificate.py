@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError, TamperedError, UnpriceableEvent
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.pages import REPORT, sealed
-from datalens.plans.plan import make_plan
-from datalens.plans.settings import Settings
+from datalens.plans.registry import make_plan
 from datalens.privacy.accountant import ACCOUNTANTS, SAMPLED_ONLY, Accountant
 from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.privacy.mechanisms import make_mechanism
@@ -53,11 +53,11 @@ BUDGET = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="exac
 STEPS = 3
 
 
-def planned(noise: Literal["discrete-gaussian", "gaussian"] = "gaussian") -> Settings:
+def planned(noise: Literal["discrete-gaussian", "gaussian"] = "gaussian") -> TopAggSettings:
     """k = 2, batch = 2: rows of norm 2, two of them 4 apart."""
     options = TrainOptions(out=Path("unused"), teachers=5, k=2, batch=2, steps=STEPS, basis_size=4, noise=noise)
     made = make_plan(options, SCHEMA)[1]
-    assert isinstance(made, Settings)
+    assert isinstance(made, TopAggSettings)
     return dataclasses.replace(made, latent=TINY.latent, latent_law=TINY.latent_law)
 
 
@@ -664,7 +664,9 @@ def as_version_2(release: Path) -> None:
 def test_releases_of_the_first_version_still_stand(release: Path) -> None:
     as_version_2(release)
     found = check_release(release)
-    assert found.problems == found.notes == ()  # every planned step is charged: there is nothing to take on trust
+    assert found.problems == ()
+    (note,) = found.notes  # every planned step is charged: nothing else is to be taken on trust
+    assert "binds less than version 3" in note
     forge(release, lie(epsilon_spent=0.5))
     assert caught(release)
 
@@ -676,7 +678,7 @@ def test_what_a_release_of_the_first_version_does_not_state_is_said(release: Pat
     forge(release, lambda certificate: certificate["mechanism"].update(events=STEPS - 1))
     found = check_release(release)
     assert found.problems == ()
-    (note,) = found.notes
+    _, note = found.notes
     assert "do not state how many steps" in note and "owner's word" in note
     planned_steps = [*found.charged, found.charged[-1]]
     whole = found.budget.pricing().epsilon(planned_steps, found.budget.delta)

@@ -18,10 +18,9 @@ from datalens.bounded.klevel import KLevel
 from datalens.bounded.topk_sign import TopKSign
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.methods.datalens import make_compress, make_decode
+from datalens.methods.topagg import TopAggSettings, check_settings, make_compress, make_decode
 from datalens.options import TrainOptions
-from datalens.plans.plan import check_settings, topagg_plan
-from datalens.plans.settings import Settings
+from datalens.plans.registry import make_plan
 from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
@@ -259,19 +258,19 @@ def options(**fields: Any) -> TrainOptions:
 )
 def test_options_that_do_not_fit_are_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(DatalensError, match=says):
-        topagg_plan(options(**fields), SCHEMA)
+        make_plan(options(**fields), SCHEMA)
 
 
 def test_settings_of_another_compressor_are_refused_and_old_ones_still_read() -> None:
-    _, sign = topagg_plan(options(), SCHEMA)
+    _, sign = make_plan(options(), SCHEMA)
     assert "levels" not in sign.as_dict()
-    assert Settings.from_dict(sign.as_dict()) == sign
+    assert TopAggSettings.from_dict(sign.as_dict()) == sign
     with pytest.raises(DatalensError, match="levels does not fit"):
-        Settings.from_dict(sign.as_dict() | {"levels": 4})
-    _, levels = topagg_plan(options(compress="klevel"), SCHEMA)
+        TopAggSettings.from_dict(sign.as_dict() | {"levels": 4})
+    _, levels = make_plan(options(compress="klevel"), SCHEMA)
     assert levels.as_dict()["levels"] == 16
     with pytest.raises(DatalensError, match="levels does not fit"):
-        Settings.from_dict({name: value for name, value in levels.as_dict().items() if name != "levels"})
+        TopAggSettings.from_dict({name: value for name, value in levels.as_dict().items() if name != "levels"})
     with pytest.raises(DatalensError, match="--levels"):
         check_settings(levels.as_dict() | {"levels": 1000}, SCHEMA)
 
@@ -282,7 +281,7 @@ def test_settings_of_another_compressor_are_refused_and_old_ones_still_read() ->
 @pytest.mark.parametrize("compress", ["topk-sign", "sign", "topk", "klevel", "sketch"])
 @pytest.mark.parametrize("epsilon", [1.0, 10.0])
 def test_a_plan_spends_its_budget_on_rows_as_long_as_they_are(compress: Any, epsilon: float) -> None:
-    budget, planned = topagg_plan(options(compress=compress, epsilon=epsilon), SCHEMA)
+    budget, planned = make_plan(options(compress=compress, epsilon=epsilon), SCHEMA)
     rows = make_compress(planned)(gradients(torch.randn(4, planned.batch, planned.basis_size)))
     assert rows.l2_bound == planned.l2_bound
     assert rows.rows.shape[1:] == (planned.batch, planned.cells)
@@ -302,7 +301,7 @@ def test_without_noise_the_direction_is_that_of_the_teachers(compress: Any) -> N
     """Many teachers that agree: what is decoded points where their gradient does."""
     size = 20
     asked = options(compress=compress, epsilon=math.inf, basis="dct", basis_size=size, decode="linear", clip=1e9)
-    _, planned = topagg_plan(dataclasses.replace(asked, k=size if compress == "sketch" else None), SCHEMA)
+    _, planned = make_plan(dataclasses.replace(asked, k=size if compress == "sketch" else None), SCHEMA)
     assert planned.sigma == 0
     gradient = torch.randn(planned.batch, size, generator=torch.Generator().manual_seed(4))
     if compress == "sketch":

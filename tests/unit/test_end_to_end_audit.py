@@ -11,7 +11,7 @@ from datalens.errors import DatalensError
 from datalens.evaluate.audits import end_to_end
 from datalens.evaluate.audits.end_to_end import Question
 from datalens.evaluate.audits.watched_run import Observed, share_names, watch
-from datalens.methods import datalens as method
+from datalens.methods import topagg as method
 from datalens.privacy.audit import Weakened
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SeededNoise

@@ -16,9 +16,11 @@ import torch
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
-from datalens.plans.plan import make_plan
-from datalens.plans.settings import AnySettings, Settings
+from datalens.plans import base
+from datalens.plans.base import law_said
+from datalens.plans.registry import make_plan
 from datalens.privacy import exact
 from datalens.privacy import noise as noise_module
 from datalens.privacy.events import DiscreteGaussianEvent, NoiseOrigin
@@ -130,7 +132,7 @@ def test_a_run_opens_the_noise_it_planned() -> None:
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)
 
 
-def planned(**options: Any) -> AnySettings:
+def planned(**options: Any) -> TopAggSettings:
     return make_plan(TrainOptions(out=Path("unused"), **options), MNIST)[1]
 
 
@@ -143,26 +145,22 @@ def test_exact_noise_is_the_default_wherever_it_can_be() -> None:
     assert planned(epsilon=float("inf")).noise == "gaussian"
     votes = planned(warm_start="off")
     rounded = planned(warm_start="off", noise="gaussian")
-    assert isinstance(votes, Settings) and isinstance(rounded, Settings)
+    assert isinstance(votes, TopAggSettings) and isinstance(rounded, TopAggSettings)
     assert votes.noise == "discrete-gaussian"
     assert votes.sigma > rounded.sigma  # it is paid for
 
 
 def test_without_opendp_the_noise_is_the_rounded_one_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datalens import driver
-    from datalens.plans import plan
-
-    monkeypatch.setattr(noise_module, "opendp_installed", lambda: False)
-    monkeypatch.setattr(plan, "opendp_installed", lambda: False)
+    monkeypatch.setattr(base, "opendp_installed", lambda: False)
     for made in (planned(), planned(warm_start="off")):
         assert made.noise == "gaussian"
-        assert "OpenDP" in driver._law(made)
+        assert "OpenDP" in law_said(made)
     with pytest.raises(DatalensError, match="pip install opendp"):
         planned(noise="discrete-gaussian")
     monkeypatch.undo()
-    assert "OpenDP" not in driver._law(planned(noise="gaussian"))
-    assert "exact" in driver._law(planned())
-    assert "floating-point" in driver._law(planned(compress="topk"))
+    assert "OpenDP" not in law_said(planned(noise="gaussian"))
+    assert "exact" in law_said(planned())
+    assert "floating-point" in law_said(planned(compress="topk"), real=True)
 
 
 def test_what_discrete_noise_does_not_fit_is_refused() -> None:
@@ -174,7 +172,7 @@ def test_what_discrete_noise_does_not_fit_is_refused() -> None:
 
 def test_importing_datalens_does_not_import_opendp() -> None:
     """A machine without it must train; one with it must not wait for it."""
-    code = "import sys, datalens.driver, datalens.methods.datalens, datalens.released.certificate\n"
+    code = "import sys, datalens.driver, datalens.methods.topagg, datalens.released.certificate\n"
     code += "assert not [name for name in sys.modules if name.startswith(('opendp', 'dp_accounting'))]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

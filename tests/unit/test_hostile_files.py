@@ -19,10 +19,10 @@ from datalens.data.own.reading import Reading
 from datalens.data.records import collect
 from datalens.driver import train
 from datalens.errors import DatalensError
+from datalens.methods.sgd import SgdOptions
 from datalens.methods.sgd import train as train_sgd
-from datalens.methods.sgd_plan import SgdOptions
 from datalens.options import TrainOptions, options_as_dict
-from datalens.plans.plan import make_plan
+from datalens.plans.registry import make_plan
 from datalens.privacy.budget import Cap, DataBudget
 from datalens.privacy.ledger import Budget, check_epsilon
 from datalens.run import reservation
@@ -260,7 +260,7 @@ def test_files_below_a_class_may_have_any_name(tmp_path: Path) -> None:
     assert len(collect(formats.open_records(str(folder), nominal_size=30)).images) == 30
 
 
-@pytest.mark.parametrize("unreadable", ["Schema.from_dict", "parse_settings"])
+@pytest.mark.parametrize("unreadable", ["Schema.from_dict", "read_settings"])
 def test_a_run_that_could_not_be_opened_again_reserves_nothing(
     unreadable: str, tmp_path: Path, data_budget: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

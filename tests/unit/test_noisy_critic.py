@@ -14,8 +14,8 @@ from datalens.bounded.norm_topk import NormTopK
 from datalens.data.records import Dataset
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.methods import noisy_critic
 from datalens.options import TrainOptions
-from datalens.peers import noisy_critic
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise

@@ -16,6 +16,7 @@ from PIL import Image
 from datalens.errors import DatalensError
 from datalens.evaluate import owner_report
 from datalens.pages import GENERATOR, charts, check_may_replace, render, said, seal_problem, sealed
+from datalens.plans.base import Settings
 from datalens.privacy.events import GaussianEvent, SubsampledGaussianEvent, UnknownEvent, unprotected
 from datalens.privacy.ledger import Budget, upwards
 from datalens.released import report
@@ -259,7 +260,7 @@ def test_an_accountant_that_has_no_price_draws_no_curve() -> None:
 
 def test_equal_releases_are_one_line() -> None:
     events = [vote(0), vote(1), vote(2, sigma=50.0), unprotected("add-remove"), UnknownEvent(kind="new")]
-    lines = report.grouped(events, None)  # type: ignore[arg-type]
+    lines = report.grouped(events, Settings())
     assert [line[1] for line in lines] == [2, 1, 1, 1]
     assert lines[0] == ("a sum, with Gaussian noise", 2, 2.0, 100.0)
     assert lines[2][0] == "without noise"

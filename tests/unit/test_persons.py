@@ -10,9 +10,9 @@ from datalens.bounded.outer import Outer, outer_diameter, sum_outer
 from datalens.data.records import Dataset
 from datalens.data.schema import PERSON, Schema
 from datalens.errors import DatalensError
+from datalens.methods.moments import MomentSettings
 from datalens.options import TrainOptions
-from datalens.plans.plan import make_plan
-from datalens.plans.settings import MomentSettings
+from datalens.plans.registry import make_plan
 from datalens.privacy.events import GaussianEvent, unprotected
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
@@ -22,7 +22,6 @@ from datalens.private.moments import RecordRows
 from datalens.private.partition import rule_named
 from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
-from datalens.released.certificate import _mechanism_of
 from datalens.released.checks import _wrong_unit
 
 SIDE, SIZE, GRID, COUNTED = 8, 6, 2**14, 2**13
@@ -209,7 +208,7 @@ def test_shares_by_position_refuse_persons(method):
 def test_the_certificate_speaks_of_persons(method):
     budget, settings = make_plan(TrainOptions(out="unused", method=method, teachers=5), SCHEMA)
     for by_person, unit in ((True, "one person changes"), (False, "one record changes")):
-        assert unit in _mechanism_of(settings, budget, by_person=by_person)["sensitivity"]
+        assert unit in settings.mechanism_for(budget, by_person=by_person)["sensitivity"]
 
 
 def test_the_check_compares_units():

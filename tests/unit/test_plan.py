@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from datalens.data.named import sources
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.methods.moments import NOTHING_ELSE, RELEASE_SHARES, SEEN, MomentSettings, check_moments
+from datalens.methods.topagg import TopAggSettings, preset
 from datalens.options import TrainOptions
-from datalens.plans.guidance import costs, warnings
-from datalens.plans.plan import RELEASE_SHARES, check_moments, make_plan, topagg_plan
-from datalens.plans.presets import preset
-from datalens.plans.settings import MomentSettings, Settings, parse_settings
+from datalens.plans.guidance import budget_warnings, warnings
+from datalens.plans.registry import make_plan, read_settings
 from datalens.privacy.events import LEAST_SMOOTH, DiscreteGaussianEvent, GaussianEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.private.networks import compact_network
@@ -28,11 +28,14 @@ MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(
 OWN = Schema(name="own", height=8, width=8, channels=3, classes=("a", "b"), nominal_size=900)
 
 
-def plan(schema: Schema = MNIST, **options: Any) -> tuple[Budget, Settings]:
-    return topagg_plan(TrainOptions(out=Path("unused"), **options), schema)
+def plan(schema: Schema = MNIST, **options: Any) -> tuple[Budget, TopAggSettings]:
+    alone = {} if options.get("method", "datalens") != "datalens" else {"warm_start": "off"}
+    budget, made = make_plan(TrainOptions(out=Path("unused"), **alone | options), schema)
+    assert isinstance(made, TopAggSettings)
+    return budget, made
 
 
-def accepted(budget: Budget, made: Settings, *, extra: int = 1) -> int:
+def accepted(budget: Budget, made: TopAggSettings, *, extra: int = 1) -> int:
     """How many of the planned steps (and `extra` more) a ledger of this budget takes."""
     ledger = Ledger.in_memory(budget)
     bound = math.sqrt(made.k * made.batch)
@@ -246,7 +249,7 @@ def test_a_sigma_beyond_reason_is_refused_not_a_traceback() -> None:
 )
 def test_a_budget_that_promises_little_is_warned_about(epsilon: float, delta: float, word: str) -> None:
     """The nominal size is public, so the plan can tell: 60,000 records."""
-    found = warnings(plan(epsilon=epsilon, delta=delta)[0], MNIST)
+    found = budget_warnings(plan(epsilon=epsilon, delta=delta)[0], MNIST.nominal_size)
     assert len(found) == bool(word) and all(word in line for line in found)
 
 
@@ -257,7 +260,7 @@ def test_without_a_budget_there_is_no_noise_unless_asked_for() -> None:
     budget, made = plan(epsilon=math.inf)
     assert made.sigma == 0.0
     assert math.isinf(budget.epsilon)
-    assert made.steps == preset("datalens", None, MNIST, math.inf)[1]["steps"]
+    assert made.steps == preset("datalens", "default", MNIST, math.inf)[1]["steps"]
     assert made.beta == 0.0
     _, noisy = plan(epsilon=math.inf, sigma=7.0, steps=3)
     assert (noisy.sigma, noisy.steps) == (7.0, 3)
@@ -318,7 +321,7 @@ def test_the_default_starts_from_moments() -> None:
     "options", [{"warm_start": "off"}, {"teachers": 50}, {"k": 3}, {"preset": "quick"}, {"method": "datalens-paper"}]
 )
 def test_whoever_asks_for_teachers_gets_them(options: dict[str, Any]) -> None:
-    assert isinstance(make_plan(TrainOptions(out=Path("unused"), **options), MNIST)[1], Settings)
+    assert isinstance(make_plan(TrainOptions(out=Path("unused"), **options), MNIST)[1], TopAggSettings)
 
 
 @pytest.mark.parametrize("options", [{"teachers": 50}, {"preset": "quick"}, {"method": "datalens-paper"}])
@@ -347,7 +350,7 @@ def test_the_rule_sees_public_facts_only() -> None:
 @pytest.mark.parametrize("accountant", ["exact", "rdp"])
 def test_parts_add_up_to_the_budget(relation: Any, accountant: Any) -> None:
     budget, settings = make_plan(TrainOptions(out=Path("unused"), relation=relation, accountant=accountant), MNIST)
-    parts = costs(settings, MNIST, budget)
+    parts = settings.costs(MNIST, budget)
     assert sum(part["share"] for part in parts) == pytest.approx(1)
     mu_squared = sum((part["sensitivity"] / part["sigma"]) ** 2 for part in parts)
     assert budget.pricing().epsilon_at(mu_squared, budget.delta) == pytest.approx(1, rel=1e-6)
@@ -362,7 +365,7 @@ def test_too_little_budget_for_any_noise() -> None:
 
 def test_moment_settings_survive_json_and_edits_do_not() -> None:
     settings = of_moments()
-    assert parse_settings(json.loads(json.dumps(settings.as_dict()))) == settings
+    assert read_settings(json.loads(json.dumps(settings.as_dict()))) == settings
     for name, value in {
         "grid": 1,
         "counted": 2**20,
@@ -372,7 +375,7 @@ def test_moment_settings_survive_json_and_edits_do_not() -> None:
         "extra": 1,
     }.items():
         with pytest.raises(DatalensError):
-            parse_settings(settings.as_dict() | {name: value})
+            read_settings(settings.as_dict() | {name: value})
     with pytest.raises(DatalensError, match="--coordinates must be between"):
         check_moments(dataclasses.replace(settings, coordinates=785), MNIST)
 
@@ -392,7 +395,7 @@ def test_any_setting_of_moments_can_be_overridden() -> None:
     assert {name for name in usual if usual[name] != found[name]} == set(asked)
     plain = of_moments(texture=0)
     assert (plain.texture, plain.texture_steps) == (0, 0)
-    assert parse_settings(plain.as_dict()) == plain
+    assert read_settings(plain.as_dict()) == plain
 
 
 @pytest.mark.parametrize(
@@ -449,21 +452,19 @@ def test_warnings_of_shares_and_classes_that_are_too_small(options: dict, size: 
 
 
 def test_what_to_expect_gets_better_with_epsilon() -> None:
-    from datalens.plans.guidance import NOTHING_ELSE, SEEN, expect
-
     words = [said for _, said in SEEN]
     places = []
     for epsilon in (0.003, 0.05, 1.0, 10.0):
         budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), epsilon=epsilon), MNIST)
-        counts, means = expect(settings, MNIST, budget)
+        counts, means = settings.expect(MNIST, budget)
         assert "of about 6e+03" in counts
         places.append([*words, NOTHING_ELSE].index(means.split("; ", 1)[1]))
     assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
     budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
-    assert expect(votes, MNIST, budget) == [
+    assert votes.expect(MNIST, budget) == [
         f"a vote stands out of the noise (by two σ) where {2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
     ]
     few = dataclasses.replace(votes, teachers=5)
-    assert "expect noise" in expect(few, MNIST, budget)[0]
+    assert "expect noise" in few.expect(MNIST, budget)[0]
     budget, merf = make_plan(TrainOptions(data="mnist", out=Path("x"), method="dpmerf"), MNIST)
-    assert expect(merf, MNIST, budget) == []
+    assert merf.expect(MNIST, budget) == []

@@ -19,7 +19,8 @@ from datalens.data.records import Dataset
 from datalens.data.schema import Schema
 from datalens.methods import moments as method
 from datalens.options import TrainOptions
-from datalens.plans.plan import make_plan
+from datalens.plans.base import Place
+from datalens.plans.registry import make_plan
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.released import Released
 from datalens.private import moments
@@ -35,6 +36,8 @@ SHAPE = (1, SIDE, SIDE)
 GRID, COUNTED = 2**14, 2**13
 SCHEMA = Schema(name="m", height=SIDE, width=SIDE, channels=1, classes=("a", "b", "c"), nominal_size=COUNT)
 TEXTURE = Texture(SHAPE)
+
+HERE = Place(device=torch.device("cpu"), folder=Path("nowhere"))
 
 
 def images(count: int = COUNT, *, shape: tuple[int, int, int] = SHAPE, seed: int = 1) -> np.ndarray:
@@ -396,14 +399,14 @@ def test_what_is_asked_and_what_is_made_depend_on_what_was_released_alone(monkey
     settings = dataclasses.replace(planned, coordinates=SIZE, texture=6, noise="gaussian")
     first = OneRun(ledger=Ledger.in_memory(budget))
     many = Asked(gather(images(300), np.arange(300) % CLASSES))
-    model = method.train(first, many, settings)  # type: ignore[arg-type]
+    model = method.train(first, many, settings, HERE)  # type: ignore[arg-type]
     assert len(first.released) == len(many.asked) == 8
     assert first.ledger.spent() == pytest.approx(50.0, abs=0.01)
 
     second = OneRun(ledger=Ledger.in_memory(budget), told=first.released)
     monkeypatch.setattr(method, "make_mechanism", lambda sigma, noise: second)
     few = Asked(gather(images(5, seed=77), np.zeros(5, dtype=np.int64)))
-    again = method.train(second, few, settings)  # type: ignore[arg-type]
+    again = method.train(second, few, settings, HERE)  # type: ignore[arg-type]
     assert few.asked == many.asked
     assert {"means", "clip", "edges", "centre", "white", "grid", "counted", "classes"} <= set().union(*many.asked)
     for name, tensor in model.tensors().items():

@@ -24,19 +24,16 @@ from datalens.data.records import Records, check_fixed_positions, collect, has_f
 from datalens.data.schema import Schema
 from datalens.driver import train
 from datalens.errors import DatalensError
-from datalens.methods import datalens as topagg
+from datalens.methods import topagg
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
-from datalens.peers.settings import PeerSettings
-from datalens.peers.table import METHODS, code_of
-from datalens.plans.plan import make_plan, topagg_plan
-from datalens.plans.presets import PRESETS
-from datalens.plans.settings import Settings
+from datalens.plans.base import Place, StepSettings
+from datalens.plans.registry import METHODS, OURS, make_plan, method_named
 from datalens.privacy.events import GaussianEvent
 from datalens.private.partition import Balanced
 from datalens.private.shares import Shares
 from datalens.released.generator import dcgan_architecture
 from datalens.released.student import Student
-from datalens.run.ranks import World
 
 CPU = torch.device("cpu")
 CLASSES = [f"c{i}" for i in range(10)]
@@ -263,7 +260,7 @@ def test_an_object_that_numbers_its_own_records_is_no_list() -> None:
 def with_teachers() -> list[str]:
     schema = Schema(name="s", height=8, width=8, channels=1, classes=("a", "b"), nominal_size=1000)
     found = []
-    for name in (*PRESETS, *METHODS):
+    for name in (*OURS, *METHODS):
         try:
             _, settings = make_plan(options(name), schema)
         except DatalensError:  # Poisson samples have no price under replace-one
@@ -289,10 +286,10 @@ def test_which_methods_have_teachers() -> None:
 
 def gathered_by(method: str, records: Records) -> Shares:
     _, settings = make_plan(options(method, teachers=6), records.schema)
-    if isinstance(settings, PeerSettings):
-        return code_of(method).gather(records, settings, device=CPU)
-    assert isinstance(settings, Settings)
-    return topagg.gather(records, settings, world=World())
+    if isinstance(settings, StepSettings):
+        return method_named(method).gather(records, settings, Place(device=CPU, folder=Path("nowhere")))
+    assert isinstance(settings, TopAggSettings)
+    return topagg.gather(records, settings, Place(device=CPU, folder=Path("nowhere")))
 
 
 @pytest.mark.parametrize("method", with_teachers())
@@ -337,7 +334,7 @@ COUNT, TEACHERS = 600, 100
 def votes_move(before: Records, after: Records) -> float:
     """How far the sum of votes in the first step moves, by the sensitivity that is charged."""
     asked = options("datalens", teachers=TEACHERS, batch=16, k=64, basis_size=64, steps=1)
-    settings = topagg_plan(asked, before.schema)[1]
+    settings = make_plan(asked, before.schema)[1]
     schema = before.schema
     architecture = dcgan_architecture(schema.shape, len(schema.classes), latent=8, latent_law="normal")
     student = Student(

@@ -135,7 +135,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dpsgd.Setting:
 
     def records_of(name: str, records: int | None, device: str) -> Any:
         from datalens.data.named import sources
-        from datalens.plans.settings import SgdSettings
+        from datalens.methods.sgd import SgdSettings
 
         about = SgdSettings(
             method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian", network="cnn",

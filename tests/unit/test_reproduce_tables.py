@@ -14,9 +14,9 @@ from datalens import driver
 from datalens.cli.main import main
 from datalens.data import formats
 from datalens.errors import DatalensError
-from datalens.methods import datalens
+from datalens.methods import topagg
 from datalens.options import TrainOptions
-from datalens.plans.plan import make_plan
+from datalens.plans.registry import make_plan
 from datalens.reproduce import everything, figure4, harness, output, quality, table1, table2, table4, table5, table7
 from datalens.reproduce.compared import METHODS, PRINTED
 from datalens.reproduce.harness import Cell, Scoring, Table
@@ -112,9 +112,9 @@ def test_one_parameter_at_a_time() -> None:
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """With a small generator; what was really trained."""
-    make, train = datalens.dcgan_architecture, driver.train
+    make, train = topagg.dcgan_architecture, driver.train
     narrow: dict[str, Any] = {"dense": 32, "widths": (8, 8)}
-    monkeypatch.setattr(datalens, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
+    monkeypatch.setattr(topagg, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
     done: list[Path] = []
 
     def counted(options: TrainOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from datalens.cli.main import main
 from datalens.data.named import sources
 from datalens.errors import DatalensError
 from datalens.evaluate import utility as measure
-from datalens.methods import datalens
+from datalens.methods import topagg
 from datalens.released import release
 from datalens.released.verification import check_release
 from datalens.reproduce import harness, utility
@@ -216,9 +216,9 @@ def test_what_is_refused(tmp_path: Path, what: str, folder: str, expected: str) 
 
 def test_a_seed_is_that_of_training_sampling_and_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real cells on digits, tiny ones, with a generator of a few thousand weights."""
-    make = datalens.dcgan_architecture
+    make = topagg.dcgan_architecture
     narrow: dict[str, Any] = {"dense": 32, "widths": (8, 8)}
-    monkeypatch.setattr(datalens, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
+    monkeypatch.setattr(topagg, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
     monkeypatch.setitem(utility.PUBLISHED, ("digits", 1), {"DataLens": 0.5, "FETA-Pro": 0.75})
     options = {"data": "digits", "preset": "quick", "teachers": 20, "steps": 2}
     cells = [Cell(row="digits ε=1", column="tiny", paper=0.5, options=options | {"seed": seed}) for seed in (0, 1)]

@@ -10,9 +10,7 @@ import torch
 
 from datalens.bounded.norm_topk import NormTopK
 from datalens.gradients.optimizer import Plan
-from datalens.methods.sgd import Trainer, share_of_rate
-from datalens.methods.sgd_plan import SgdOptions, plan
-from datalens.plans.presets import sgd_usual
+from datalens.methods.sgd import SgdOptions, Trainer, plan, sgd_usual, share_of_rate
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise

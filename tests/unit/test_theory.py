@@ -13,7 +13,7 @@ import torch
 
 from datalens.cli.main import main
 from datalens.errors import DatalensError
-from datalens.methods import datalens
+from datalens.methods import topagg
 from datalens.public import theorem6 as theorem
 from datalens.public import theorem6_choose, theorem6_tau
 from datalens.public.theorem6 import Choice, Problem, bound
@@ -222,9 +222,9 @@ def test_reproduce_theory_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reproduced, "crews", lambda full: [crew])
     monkeypatch.setattr(reproduced, "sizes", lambda full: {"repeats": 3, "ends": (3,)})
     monkeypatch.setattr(reproduced, "choices", lambda d: [CHOICE.__class__(**vars(CHOICE) | {"k": 5, "tau": 0.0})])
-    make = datalens.dcgan_architecture
+    make = topagg.dcgan_architecture
     narrow: dict[str, Any] = {"dense": 32, "widths": (8, 8)}
-    monkeypatch.setattr(datalens, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
+    monkeypatch.setattr(topagg, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
     made = reproduce("theory", full=False, out=tmp_path, device="cpu")
     [row] = made["rows"]
     assert row["gradients"] > 30 * 2

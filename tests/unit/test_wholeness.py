@@ -11,9 +11,9 @@ from torch import Tensor
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, TamperedError
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions, options_as_dict
-from datalens.plans.plan import make_plan
-from datalens.plans.settings import Settings
+from datalens.plans.registry import make_plan
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import SecureNoise
@@ -56,7 +56,7 @@ def begin(out: Path) -> Run:
 
 def go_on(run: Run, *, until: int | None = None, lose: int | None = None) -> None:
     """Steps as a method takes them. `until`: a person asks it to stop there. `lose`: killed before this was kept."""
-    assert isinstance(run.settings, Settings)
+    assert isinstance(run.settings, TopAggSettings)
     student = Counted()
     gate = make_mechanism(run.settings.sigma, SecureNoise())
     rows = torch.tensor([[[1, -1, 0, 0], [0, 0, 1, 1]]], dtype=torch.int8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from datalens.methods import datalens, gpate
+from datalens.methods import gpate, topagg
 from datalens.released import generator
 
 
@@ -18,7 +18,7 @@ def _narrow() -> Iterator[None]:
         return dataclasses.replace(make(*sizes, **named), dense=16, widths=(4, 4))  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (generator, datalens, gpate):
+        for module in (generator, topagg, gpate):
             patch.setattr(module, "dcgan_architecture", narrow)
         torch.set_num_threads(1)
         yield

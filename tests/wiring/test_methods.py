@@ -1,5 +1,6 @@
 """Every method there is, under every relation it offers: nothing crosses but what is paid for."""
 
+import dataclasses
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -10,10 +11,8 @@ import pytest
 from datalens.errors import DatalensError
 from datalens.evaluate.audits import wiring
 from datalens.evaluate.audits.wiring_runs import RELATIONS, SGD, asked, subject
-from datalens.peers.table import METHODS
-from datalens.plans.plan import BY_PERSON
-from datalens.plans.presets import PRESETS
-from datalens.plans.settings import COMPRESSORS
+from datalens.options import COMPRESSORS
+from datalens.plans.registry import method_named, names
 from datalens.privacy.events import Relation
 from datalens.private.pool import Pool
 from tests.e2e.test_plugins import blocks, install
@@ -31,7 +30,7 @@ def test_nothing_crosses_but_what_is_paid_for(name: str, relation: Relation, per
 
 def test_the_whole_registry_is_walked() -> None:
     walked = {options.get("method", SGD) for options in OURS.values()}
-    assert walked == {*PRESETS, *METHODS, SGD}
+    assert walked == {*names(), SGD}
     assert {options["compress"] for options in OURS.values() if "compress" in options} == set(COMPRESSORS)
     assert "datalens moments" in OURS
 
@@ -42,7 +41,7 @@ def test_relations_and_units_that_are_not_offered_are_refused(name: str) -> None
     method = OURS[name].get("method", SGD)
     offered = {(relation, person): subject(name, OURS[name], relation, person=person) for relation, person in RELATIONS}
     assert offered[("add-remove", False)] is not None
-    assert (offered[("add-remove", True)] is not None) == (method in (*BY_PERSON, SGD))
+    assert (offered[("add-remove", True)] is not None) == (method == SGD or method_named(method).persons)
     assert (offered[("replace-one", False)] is not None) == (method not in ("dpgan", "dpsgd-gan", SGD))
 
 
@@ -109,12 +108,12 @@ def test_a_plugin_that_looks_at_records_is_found(tmp_path: Path, monkeypatch: py
     kept: list[float] = []
     gather, means = toy_lens.gather, toy_lens.class_means
 
-    def peeking(records, settings, *, device):
-        found = gather(records, settings, device=device)
+    def peeking(records, settings, place):
+        found = gather(records, settings, place)
         kept.append(float(found.count))
         return found
 
-    monkeypatch.setattr(toy_lens, "gather", peeking)
+    monkeypatch.setattr(toy_lens, "METHOD", dataclasses.replace(toy_lens.METHOD, gather=peeking))
     monkeypatch.setattr(toy_lens, "class_means", lambda noisy, **n: means(noisy, **n | {"floor": kept[-1]}))
     found = subject("means", dict(asked("means"))["means"], "add-remove", person=False)
     assert found is not None

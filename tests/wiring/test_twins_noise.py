@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens.methods import dpgan, dpmerf, gswgan, sgd
+from datalens.methods import dpmerf, gswgan, noisy_critic, sgd
 from datalens.privacy import dpsgd, mechanisms, noise, one_of_many
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
@@ -64,7 +64,7 @@ def the_config_seed_called_secure(patch: Patch) -> None:
         def __init__(self) -> None:
             super().__init__(0)
 
-    for module in (noise, dpgan, gswgan):
+    for module in (noise, noisy_critic, gswgan):
         patch.setattr(module, "SecureNoise", CalledSecure)
 
 

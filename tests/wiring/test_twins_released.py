@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from datalens import driver
-from datalens.methods import dpgan, dpmerf, dpsgd_gan, gpate, gswgan, moments, pategan, sgd
+from datalens.methods import dpmerf, gpate, gswgan, moments, noisy_critic, pategan, sgd
+from datalens.plans.base import Method
 from datalens.private.pool import Pool
 from datalens.released.student import Student
 from datalens.run.folder import Run
@@ -73,19 +74,24 @@ def stops_when_the_records_are_learned(patch: Patch) -> None:
 @twin("dpgan", "records")
 def stops_at_an_empty_sample(patch: Patch) -> None:
     sizes: list[int] = []
-    sample = dpgan.poisson_sample
-    patch.setattr(dpgan, "poisson_sample", noting(sample, lambda found: sizes.append(len(found))))
+    sample = noisy_critic.poisson_sample
+    patch.setattr(noisy_critic, "poisson_sample", noting(sample, lambda found: sizes.append(len(found))))
     stop_when(patch, lambda: sizes[-1] < 180)
 
 
 @twin("dpsgd-gan", "records")
 def as_many_steps_as_there_are_records(patch: Patch) -> None:
-    train = dpsgd_gan.train
+    train = noisy_critic.train
 
-    def longer(run: Run, pool: Pool, settings: Any, **named: Any) -> Any:
-        return train(run, pool, dataclasses.replace(settings, critic_steps=1 + pool.count % 5), **named)
+    def longer(run: Run, pool: Pool, settings: Any, place: Any) -> Any:
+        return train(run, pool, dataclasses.replace(settings, critic_steps=1 + pool.count % 5), place)
 
-    patch.setattr(dpsgd_gan, "train", longer)
+    patch.setattr(noisy_critic, "METHOD", dataclasses.replace(noisy_critic.METHOD, train=longer))
+
+
+def watched(module: Any, gather: Any) -> Method:
+    """The module's method, with another `gather`."""
+    return dataclasses.replace(module.MOMENTS if module is moments else module.METHOD, gather=gather)
 
 
 # --- what the released side learns from -----------------------------------------------------------
@@ -105,20 +111,20 @@ def a_student_that_hears_the_teachers_loss(patch: Patch) -> None:
 
 @twin("dpgan", "records")
 def a_critic_that_keeps_a_mean_of_records(patch: Patch) -> None:
-    rows = dpgan.sum_gradients
+    rows = noisy_critic.sum_gradients
 
     def leaky(critic: Any, pool: Pool, sample: Any, *rest: Any) -> Any:
         critic.dense.weight.data.mul_(1 + 1e-3 * pool.batch(torch.arange(3))[0].mean())
         return rows(critic, pool, sample, *rest)
 
-    patch.setattr(dpgan, "sum_gradients", leaky)
+    patch.setattr(noisy_critic, "sum_gradients", leaky)
 
 
 @twin("pategan laplace", "records")
 def labels_of_fakes_like_those_of_records(patch: Patch) -> None:
-    gather, make = pategan.gather, pategan.make_student
+    gather, make = pategan.share_out, pategan.make_student
     counts: list[int] = []
-    patch.setattr(pategan, "gather", noting(gather, lambda found: counts.append(found.count)))
+    patch.setattr(pategan, "METHOD", watched(pategan, noting(gather, lambda found: counts.append(found.count))))
     patch.setattr(pategan, "make_student", lambda s, *a: make(dataclasses.replace(s, seed=counts[-1]), *a))
 
 
@@ -140,28 +146,28 @@ def a_direction_of_the_largest_gradient(patch: Patch) -> None:
 @twin("datalens moments", "records")
 def a_floor_that_follows_the_true_count(patch: Patch) -> None:
     gather, counts = moments.gather, []
-    patch.setattr(moments, "gather", noting(gather, lambda found: counts.append(found.count)))
+    patch.setattr(moments, "MOMENTS", watched(moments, noting(gather, lambda found: counts.append(found.count))))
     patch.setattr(moments, "smallest_class", lambda schema: float(counts[-1]))
 
 
 @twin("dpmerf", "records")
 def a_rate_that_follows_the_true_count(patch: Patch) -> None:
     fit, gather, counts = dpmerf.fit, dpmerf.gather, []
-    patch.setattr(dpmerf, "gather", noting(gather, lambda found: counts.append(found.count)))
+    patch.setattr(dpmerf, "METHOD", watched(dpmerf, noting(gather, lambda found: counts.append(found.count))))
     patch.setattr(dpmerf, "fit", lambda *a, **n: fit(*a, **n | {"rate": n["rate"] * counts[-1] / 180}))
 
 
 @twin("gswgan", "records")
 def fakes_with_the_labels_of_a_share(patch: Patch) -> None:
     make, gather, kept = gswgan.fakes, gswgan.gather, []
-    patch.setattr(gswgan, "gather", noting(gather, lambda found: kept.append(found.count)))
+    patch.setattr(gswgan, "METHOD", watched(gswgan, noting(gather, lambda found: kept.append(found.count))))
     patch.setattr(gswgan, "fakes", lambda *a, step: make(*a, step=step + kept[-1]))
 
 
 @twin("dpmerf", "records")
 def the_number_of_records_in_the_log(patch: Patch) -> None:
     gather = dpmerf.gather
-    patch.setattr(dpmerf, "gather", noting(gather, lambda found: driver.say(f"{found.count} records")))
+    patch.setattr(dpmerf, "METHOD", watched(dpmerf, noting(gather, lambda found: driver.say(f"{found.count} records"))))
 
 
 @twin("sgd", "records")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens.methods import dpgan, dpsgd_gan, pategan, sgd
+from datalens.methods import noisy_critic, pategan, sgd
 from datalens.privacy import dpsgd, noise, one_of_many
 from datalens.private.critics import Critics
 from datalens.public import streams
@@ -41,7 +41,7 @@ def batches_of_a_shuffled_epoch(patch: Patch) -> None:
 
 @twin("dpgan", "samples")
 def batches_of_a_shuffled_epoch_for_the_critic(patch: Patch) -> None:
-    patch.setattr(dpgan, "poisson_sample", shuffled())
+    patch.setattr(noisy_critic, "poisson_sample", shuffled())
 
 
 def at(times: float) -> Callable[..., np.ndarray]:
@@ -56,24 +56,24 @@ def samples_at_twice_the_rate(patch: Patch) -> None:
 
 @twin("dpsgd-gan", "samples")
 def samples_a_millionth_too_often(patch: Patch) -> None:
-    patch.setattr(dpsgd_gan, "poisson_sample", at(1.000001))
+    patch.setattr(noisy_critic, "poisson_sample", at(1.000001))
 
 
 @twin("dpgan", "samples")
 def samples_of_the_true_size(patch: Patch) -> None:
     """As if the batch were a part of the records there are, and not of those that were declared."""
-    patch.setattr(dpgan, "poisson_sample", at(0.5))
+    patch.setattr(noisy_critic, "poisson_sample", at(0.5))
 
 
 @twin("dpgan", "samples")
 def one_sample_for_two_steps(patch: Patch) -> None:
-    sample, kept = dpgan.poisson_sample, []
+    sample, kept = noisy_critic.poisson_sample, []
 
     def twice(*a: Any) -> np.ndarray:
         kept.append(sample(*a) if len(kept) % 2 == 0 else kept[-1])
         return kept[-1]
 
-    patch.setattr(dpgan, "poisson_sample", twice)
+    patch.setattr(noisy_critic, "poisson_sample", twice)
 
 
 @twin("sgd", "samples")
@@ -129,8 +129,8 @@ def whoever_is_asked_learns(patch: Patch) -> None:
 
 @twin("dpgan", "secrets")
 def the_size_of_a_sample_is_logged(patch: Patch) -> None:
-    log, sample, sizes = Run.log, dpgan.poisson_sample, []
-    patch.setattr(dpgan, "poisson_sample", noting(sample, lambda found: sizes.append(len(found))))
+    log, sample, sizes = Run.log, noisy_critic.poisson_sample, []
+    patch.setattr(noisy_critic, "poisson_sample", noting(sample, lambda found: sizes.append(len(found))))
     patch.setattr(Run, "log", lambda self, step, **values: log(self, step, **values, sample=float(sizes[-1])))
 
 

@@ -106,7 +106,7 @@ def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
 
 
 class Ranks(Protocol):
-    """The processes a sum is spread over (see `distributed.World`)."""
+    """The processes a sum is spread over (see `run.ranks.World`)."""
 
     def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]: ...
 

@@ -3,7 +3,7 @@
 Differs from the paper: Algorithm 7 adds up whole sketches, takes the top k of the sum, and then adds noise for rows
 of norm √k. The top k of a sum is not a sum of bounded rows, and coordinates that collide can make a teacher's table as
 long as k·√rows. Here every teacher's table is clipped to √(rows·k), which is its length where nothing collides, the
-noise goes into the sum of the tables, and the top k is taken afterwards (`codes.Sketch.heaviest`).
+noise goes into the sum of the tables, and the top k is taken afterwards (`Sketch.heaviest`).
 """
 
 import math

@@ -5,7 +5,7 @@ Differs from the paper:
   [−1, 1] are compared with b, not with the grid. Here m[r] = −1 + 2r/(levels − 1), b[r] = −(levels − 1) + 2r, and the
   test is on m: in expectation b is (levels − 1) times the coordinate.
 - the rotation is a randomised Hadamard transform, the same public one for all teachers, and is undone after the noise
-  (`codes.Rotation`). Algorithm 6 never undoes it.
+  (`public.transforms.Rotation`). Algorithm 6 never undoes it.
 """
 
 import math

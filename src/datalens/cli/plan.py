@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from datalens.cli.output import DataFolder, Json, show
-from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId, TrainOptions, WarmStart
-from datalens.plans.settings import MethodName, MomentSettings, NetworkName, Settings, TrainSettings
-
-_NOISE_OF_MOMENTS = (
-    "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
-    "covariance's noise by the squared clip norm"
+from datalens.options import (
+    Classes,
+    Grayscale,
+    ImageSize,
+    Label,
+    MethodName,
+    NetworkName,
+    RecordId,
+    TrainOptions,
+    WarmStart,
 )
 
-
 if TYPE_CHECKING:
-    from datalens.data.schema import Schema
     from datalens.public.theorem6_choose import Suggestion
 
 
@@ -57,9 +59,8 @@ class Plan:
         from datalens.data import formats
         from datalens.data.own.reading import Reading
         from datalens.data.records import check_fixed_positions
-        from datalens.peers.settings import PeerSettings
-        from datalens.plans.guidance import costs, expect, read_off_warnings, suggestion, warnings
-        from datalens.plans.plan import make_plan
+        from datalens.plans.guidance import read_off_warnings, warnings
+        from datalens.plans.registry import make_plan
         from datalens.privacy.ledger import json_number
 
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -69,19 +70,12 @@ class Plan:
         budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
         if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
             check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
-        parts = costs(settings, schema, budget)
-        expected = expect(settings, schema, budget)
+        parts = settings.costs(schema, budget)
+        expected = settings.expect(schema, budget)
         heard = warnings(budget, schema, settings) + read_off_warnings(schema)
-        if isinstance(settings, PeerSettings):
-            how, signal = settings.said(), settings.signal
-        elif isinstance(settings, MomentSettings):
-            how, signal = "from private moments", _NOISE_OF_MOMENTS
-        else:
-            how, signal = "from teachers' votes (TopAgg)", "sigma by the number of teachers"
-        suggested = suggestion(settings)
-        seconds = _seconds(settings, schema)
+        suggested, seconds = settings.suggestion(), settings.seconds(schema)
         lines = [
-            f"{settings.method} [{settings.preset}] on {schema.name}, {how}; {looked}.",
+            f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}; {looked}.",
             f"budget: {budget.describe(budget.epsilon)}",
             *([] if seconds is None else [f"time: {_duration(seconds)} on this CPU, by a timed step on random images"]),
             *(f"expect: {line}" for line in expected),
@@ -93,10 +87,10 @@ class Plan:
                 for part in parts
             ),
             "",
-            f"noise/signal: {signal}",
+            f"noise/signal: {settings.signal}",
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-            *(["", _advice(suggested, settings)] if suggested and isinstance(settings, Settings) else ()),
+            *(["", _advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
             *(f"warning: {line}" for line in heard),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
@@ -110,15 +104,6 @@ class Plan:
         return 0
 
 
-def _seconds(settings: TrainSettings, schema: "Schema") -> float | None:
-    """Estimate how long training takes where teachers vote; None for every other method."""
-    if not isinstance(settings, Settings):
-        return None
-    from datalens.methods.datalens import seconds_a_step
-
-    return settings.steps * seconds_a_step(settings, schema)
-
-
 def _duration(seconds: float) -> str:
     """About how long, for a person."""
     if seconds < 90:
@@ -126,10 +111,10 @@ def _duration(seconds: float) -> str:
     return f"about {round(seconds / 60)} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
-def _advice(best: "Suggestion", settings: Settings) -> str:
+def _advice(best: "Suggestion", k: int) -> str:
     """What Theorem 6 says; what is done stays what was asked for."""
     return (
-        f"suggestion: --k {best.k} (here {settings.k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
+        f"suggestion: --k {best.k} (here {k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
         f"and noise of {best.noise:.2g} squared gradients, for gradients of Weibull shape {best.shape:g} "
         "(docs/theory.md)"
     )

@@ -82,8 +82,7 @@ class Sgd:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.methods.sgd import train
-        from datalens.methods.sgd_plan import SgdOptions
+        from datalens.methods.sgd import SgdOptions, train
 
         own = ("json", "show_accuracy")
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}

@@ -1,4 +1,4 @@
-"""`datalens train`: its options are `config.TrainOptions`."""
+"""`datalens train`: its options are `options.TrainOptions`."""
 
 from datalens.cli.output import EXIT_INTERRUPTED, show
 from datalens.options import TrainOptions

@@ -22,8 +22,8 @@ from datalens.data.records import Dataset, block_records, draw, person_key
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
-from datalens.plans.guidance import costs, warnings
-from datalens.plans.plan import make_plan
+from datalens.plans.guidance import warnings
+from datalens.plans.registry import make_plan
 from datalens.progress import bar
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
@@ -195,7 +195,7 @@ def _plans(
         except DatalensError as error:
             plans.append(plan | {"refused": str(error)})
             continue
-        parts = {part["release"]: part["noise_to_signal"] for part in costs(settings, schema, budget)}
+        parts = {part["release"]: part["noise_to_signal"] for part in settings.costs(schema, budget)}
         plan |= {"accountant": budget.accountant, "method": settings.method, "noise_to_signal": parts}
         plan |= {name: getattr(settings, name, None) for name in ("coordinates", "texture")}
         plans.append(plan | {"warnings": warnings(budget, schema, settings)})

@@ -4,11 +4,20 @@ Differs from the paper: labels, in both networks; no batch norm in the discrimin
 released has the average of the last weights.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from datalens.data.records import Records
-from datalens.peers.dcgan import DcganSettings
+from datalens.data.schema import Schema
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.options import TrainOptions
+from datalens.plans.base import Method, Part, Place, StepSettings, asked, common
+from datalens.privacy.events import unprotected
+from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import release_unprotected
 from datalens.private.pool import Pool
 from datalens.public import streams
@@ -17,15 +26,76 @@ from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent, fresh_generator
 from datalens.run.folder import Alone, Run
 
+
+@dataclass(frozen=True, kw_only=True)
+class DcganSettings(StepSettings):
+    method: Literal["dcgan"]
+    batch: int
+    rate: float  # of Adam, for both networks
+    latent: int
+    width: int  # channels of the discriminator's first layer
+    slim: int  # the generator has so many times fewer channels than DC-GAN's
+    average: float  # of the generator's weights, over steps
+
+    @property
+    def one_charge(self) -> bool:
+        return True
+
+    def check(self, schema: Schema) -> None:
+        if self.batch < 2:
+            raise DatalensError("--batch must be at least 2: batch norm needs two images")
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        event = unprotected(budget.relation, origin=self.origin)
+        loud: dict[str, Any] = {"sensitivity": math.inf, "cells": 0, "noise_to_signal": 0.0}
+        return (Part(name="the whole training", event=event, times=1, **loud),)
+
+    def mechanism_said(self, budget: Budget) -> dict[str, str]:
+        return {"name": "none: a GAN trained on the records as they are (DC-GAN)", "sensitivity": "not bounded"}
+
+    def noise_said(self) -> str:
+        return "none"
+
+    def price_said(self) -> str:
+        return "at infinity"
+
+    def said(self) -> str:
+        return f"{self.steps} steps of {self.batch} images, no noise"
+
+
+EPOCHS = 10
+
+
+def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> DcganSettings:
+    if budget.epsilon < float("inf"):
+        raise BudgetExceeded(
+            f"--method dcgan has no noise, which {budget.describe(budget.epsilon)} does not cover: use --epsilon inf"
+        )
+    batch = 64
+    values: dict[str, Any] = {
+        "noise": "gaussian",
+        "steps": max(1, EPOCHS * schema.nominal_size // batch),
+        "batch": batch,
+        "rate": 2e-4,
+        "latent": 100,
+        "width": 64,
+        "slim": 1,
+        "average": 0.999,
+    }
+    if preset == "quick":
+        values |= {"steps": 800, "rate": 1e-3, "width": 16, "slim": 4, "average": 0.99}
+    return DcganSettings(**common(options, preset), **(values | asked(options, "steps", "batch")))
+
+
 LOG_EVERY = 100
 
 
-def gather(records: Records, settings: DcganSettings, *, device: torch.device) -> Pool:
-    return Pool.gather(records, device=device)
+def gather(records: Records, settings: DcganSettings, place: Place) -> Pool:
+    return Pool.gather(records, device=place.device)
 
 
-def train(run: Run, pool: Pool, settings: DcganSettings, *, device: torch.device) -> Generator:
-    s, schema = settings, run.schema
+def train(run: Run, pool: Pool, settings: DcganSettings, place: Place) -> Generator:
+    s, schema, device = settings, run.schema, place.device
     classes = len(schema.classes)
     generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
     critic = fresh_critic(schema.shape, classes, width=s.width, seed=s.seed).to(device)
@@ -45,3 +115,13 @@ def train(run: Run, pool: Pool, settings: DcganSettings, *, device: torch.device
         if step % LOG_EVERY == 0:
             run.log(step, critic_loss=float(loss.detach()))
     return student.averaged()
+
+
+METHOD = Method(
+    settings=DcganSettings,
+    plan=plan,
+    gather=gather,
+    train=train,
+    options=frozenset({"steps", "batch"}),
+    persons=True,
+)

@@ -6,12 +6,21 @@ Differs from the paper:
 - rows are whole numbers, so that the noise is exact.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 
 from datalens.data.records import Records
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers.dpmerf import DpmerfSettings
+from datalens.options import TrainOptions
+from datalens.plans.base import Method, Part, Place, StepSettings, asked, common, whole_number_law
 from datalens.plans.guidance import nothing_stands_out
+from datalens.privacy.calibration import calibrate_sigma
+from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent
+from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.private.embedding import embed
@@ -22,12 +31,104 @@ from datalens.released.embedding import fit, read_embedding
 from datalens.released.generator import Generator, fresh_generator
 from datalens.run.folder import Run
 
+GRID = 2**16
+COUNTED = GRID // 2  # of a row's length, what a record counts for itself; room for features: 0.87 of the grid
 
-def gather(records: Records, settings: DpmerfSettings, *, device: torch.device) -> Pool:
+
+@dataclass(frozen=True, kw_only=True)
+class DpmerfSettings(StepSettings):
+    method: Literal["dpmerf"]
+    frequencies: int
+    grid: int  # steps of the grid on which a record's row lies: its length, too
+    counted: int
+    sigma: float
+    generator_steps: int
+    batch: int  # images of each class in a step
+    rate: float
+    latent: int
+    slim: int  # the generator has so many times fewer channels than DC-GAN's
+
+    @property
+    def coordinates(self) -> int:
+        """Of a record's row: cosines, sines, and a count."""
+        return 2 * self.frequencies + 1
+
+    def check(self, schema: Schema) -> None:
+        if not self.counted < self.grid <= 2**20 or self.batch < 2 or self.frequencies > 2**20 or self.slim > 64:
+            raise DatalensError("the settings grid, counted, frequencies, slim and --batch (at least 2) do not fit")
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        classes = len(schema.classes)
+        facts: dict[str, Any] = {"row_unit": "record", "relation": budget.relation, "noise": self.origin, "step": 0}
+        facts |= {"l2_bound": float(self.grid), "diameter": 2.0 * self.grid}
+        facts |= {"sigma": self.sigma, "queries": classes}
+        cells = classes * self.coordinates
+        discrete = self.noise == "discrete-gaussian"
+        event = DiscreteGaussianEvent(coordinates=cells, **facts) if discrete else GaussianEvent(**facts)
+        relative = self.sigma / self.grid * math.sqrt(2 * self.frequencies) * classes / schema.nominal_size
+        loud = {"sensitivity": event.sensitivity, "cells": cells, "noise_to_signal": relative}
+        return (Part(name="class sums of features", event=event, times=1, **loud),)  # type: ignore[arg-type]
+
+    def mechanism_said(self, budget: Budget) -> dict[str, str]:
+        moved = "the length of a row" if budget.relation == "add-remove" else "the distance of two rows"
+        return {
+            "name": "class sums of random Fourier features with Gaussian noise (DP-MERF)",
+            "sensitivity": f"{moved}: one record has one row, in the cells of its class",
+        }
+
+    def noise_said(self) -> str:
+        return "exact discrete Gaussian (OpenDP)" if self.noise == "discrete-gaussian" else "rounded to integers"
+
+    def price_said(self) -> str:
+        if self.noise == "discrete-gaussian":
+            return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
+        return super().price_said()
+
+    def said(self) -> str:
+        return (
+            f"one release of {self.coordinates} sums a class, σ = {self.sigma:.5g}, then {self.generator_steps} steps "
+            "of the generator"
+        )
+
+    @property
+    def signal(self) -> str:
+        return "length of the noise of a class's features by the number of its records"
+
+
+def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> DpmerfSettings:
+    law = whole_number_law(options, budget)
+    values: dict[str, Any] = {
+        "steps": 1,
+        "frequencies": 1000,
+        "grid": GRID,
+        "counted": COUNTED,
+        "generator_steps": 100 if preset == "quick" else 300,
+        "batch": 20,
+        "rate": 0.01,
+        "latent": 20,
+        "slim": 4,
+    }
+    values |= asked(options, "batch")
+    values["generator_steps"] = options.steps or values["generator_steps"]
+    sensitivity = GRID * (1.0 if budget.relation == "add-remove" else 2.0)
+    cells = len(schema.classes) * (2 * values["frequencies"] + 1)
+    sigma = calibrate_sigma(
+        sensitivity=sensitivity,
+        steps=1,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        accountant=budget.pricing(),
+        law=law,
+        coordinates=cells,
+    )
+    return DpmerfSettings(**common(options, preset), noise=law, sigma=sigma, **values)
+
+
+def gather(records: Records, settings: DpmerfSettings, place: Place) -> Pool:
     return Pool.gather(records, device=torch.device("cpu"))  # it is looked at once
 
 
-def train(run: Run, pool: Pool, settings: DpmerfSettings, *, device: torch.device) -> Generator:
+def train(run: Run, pool: Pool, settings: DpmerfSettings, place: Place) -> Generator:
     s, schema = settings, run.schema
     classes = len(schema.classes)
     fourier = Fourier(schema.shape, s.frequencies, seed=s.seed)
@@ -44,5 +145,14 @@ def train(run: Run, pool: Pool, settings: DpmerfSettings, *, device: torch.devic
         raise DatalensError(nothing_stands_out(schema, run.ledger))
     for label in torch.nonzero(~embedding.present).flatten().tolist():
         say(f"warning: class {schema.classes[label]} has too few records to say anything of: its images mean nothing")
-    generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
+    generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(place.device)
     return fit(generator, embedding, fourier, steps=s.generator_steps, batch=s.batch, rate=s.rate, seed=s.seed)
+
+
+METHOD = Method(
+    settings=DpmerfSettings,
+    plan=plan,
+    gather=gather,
+    train=train,
+    options=frozenset({"steps", "batch", "noise"}),
+)

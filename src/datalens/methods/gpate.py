@@ -7,22 +7,27 @@ Differs from the paper:
 - where the check fails the direction is zero, and the check has been paid for.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
 import torch
 from torch import Tensor
 
 from datalens.bounded.ballots import binned
 from datalens.bounded.contributions import count_ballots
-from datalens.data.records import Records
 from datalens.data.schema import Schema
-from datalens.errors import BudgetExceeded
-from datalens.peers.gpate import GPateSettings
-from datalens.privacy.events import UnknownEvent
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.methods.ensemble import OPTIONS, EnsembleSettings, make_teachers, share_out, teacher_values
+from datalens.options import TrainOptions
+from datalens.plans.base import Method, Part, Place, asked, common, unbroken
+from datalens.privacy.calibration import calibrate_sigma
+from datalens.privacy.events import Charge, GaussianEvent, UnknownEvent, confident_answer, confident_check
+from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import ConfidentGNMax
 from datalens.privacy.noise import SecureNoise, SeededNoise
-from datalens.private.networks import Network, network_named
-from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
-from datalens.private.teachers import Teachers
 from datalens.public import streams
 from datalens.public.basis import make_basis
 from datalens.released.decode import DecodeBins
@@ -31,13 +36,121 @@ from datalens.released.student import Student
 from datalens.run.folder import Alone, Run
 
 
-def gather(records: Records, settings: GPateSettings, *, device: torch.device) -> Shares:
-    """Every record into exactly one share."""
-    rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
-    return Shares.gather(records, rule, features=_network(settings, records.schema).record_features, device=device)
+@dataclass(frozen=True, kw_only=True)
+class GPateSettings(EnsembleSettings):
+    answers: ClassVar[bool] = True
+    method: Literal["gpate"]
+    projections: int  # p: queries about one image
+    bins: int
+    threshold: float  # of the check, as a part of the teachers
+    sigma_check: float
+    sigma: float  # of the answers
+    gamma: float
+    student_rate: float
+
+    @property
+    def queries(self) -> int:
+        """Of one step: every projected coordinate of every image is one."""
+        return self.batch * self.projections
+
+    @property
+    def one_charge(self) -> bool:
+        return True
+
+    def check(self, schema: Schema) -> None:
+        super().check(schema)
+        if self.bins < 2:
+            raise DatalensError(f"--bins must be at least 2, not {self.bins}")
+        if self.projections > self.basis_size:
+            raise DatalensError(
+                f"--projections {self.projections} is more than the {self.basis_size} coordinates there are"
+            )
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        """At most: answers are charged for the queries that pass the check."""
+        check = confident_check(budget.relation, self.queries, self.sigma_check, self.origin, 0)
+        answer = confident_answer(budget.relation, self.queries, self.sigma, self.origin, 0)
+        return (
+            Part(
+                name=f"checks of {self.queries} queries",
+                event=check,
+                sensitivity=check.sensitivity,
+                times=self.steps,
+                cells=self.queries,
+                noise_to_signal=self.sigma_check / self.teachers,
+            ),
+            Part(
+                name=f"answers to {self.queries} queries at most",
+                event=answer,
+                sensitivity=answer.sensitivity,
+                times=self.steps,
+                cells=self.queries * self.bins,
+                noise_to_signal=self.sigma / self.teachers,
+            ),
+        )
+
+    def possible(self, event: Charge, schema: Schema, budget: Budget) -> bool:
+        if super().possible(event, schema, budget):
+            return True
+        answer = confident_answer(budget.relation, event.queries, self.sigma, self.origin, event.step)
+        return isinstance(event, GaussianEvent) and 0 < event.queries < self.queries and event == answer
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        """Every step has a check; answers follow where it passes (see `answers_paid`)."""
+        return unbroken({event.step for event in events if _is_check(event)})
+
+    def answers_paid(self, events: Sequence[Charge]) -> int:
+        """Return the most queries that may have been answered with these charges."""
+        return sum(event.queries for event in events if not _is_check(event))
+
+    def mechanism_said(self, budget: Budget) -> dict[str, str]:
+        return {
+            "name": "winning votes on projected gradients, checked and counted with Gaussian noise (G-PATE)",
+            "sensitivity": "sqrt(queries) for the check, sqrt(2·answered) for the counts: one record changes one vote",
+        }
+
+    def noise_said(self) -> str:
+        return "rounded to integers"
+
+    def said(self) -> str:
+        return (
+            f"{self.teachers} teachers, {self.steps} steps of {self.batch} images in {self.projections} random "
+            f"directions, {self.bins} bins, σ = {self.sigma:.5g} (check: {self.sigma_check:.5g})"
+        )
+
+    @property
+    def signal(self) -> str:
+        return "sigma by the teachers"
 
 
-def train(run: Run, shares: Shares, settings: GPateSettings, *, device: torch.device) -> Generator:
+def _is_check(event: Charge) -> bool:
+    """A ballot moves the largest of a query's counts by one, and the counts themselves by √2 (see `events`)."""
+    return isinstance(event, GaussianEvent) and event.diameter == event.l2_bound
+
+
+DIGITS = 1 + 1e-9  # for the last digits of two charges that together cost what was calibrated
+CHECK = 6.0  # the check's noise by that of the answers, as in the published setting for ε = 10
+
+
+def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> GPateSettings:
+    quick = preset == "quick"
+    values = teacher_values(options, schema, records_each=60 if quick else 15)
+    values = {"steps": 100 if quick else 300, "batch": 20 if quick else 60} | values
+    values |= {"projections": min(16, values["basis_size"]), "bins": 2, "threshold": 0.5, "gamma": 1e-3}
+    values |= {"student_rate": 1e-3} | asked(options, "projections", "bins", "threshold")
+    queries = values["batch"] * values["projections"]
+    sigma = calibrate_sigma(
+        sensitivity=math.sqrt(queries * (2 + CHECK**-2)),  # of check and answers together, in units of the answers' σ
+        steps=values["steps"],
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        accountant=budget.pricing(),
+    )
+    noise: dict[str, Any] = {"noise": "gaussian", "sigma": DIGITS * sigma, "sigma_check": CHECK * DIGITS * sigma}
+    return GPateSettings(**common(options, preset), **noise, **values)
+
+
+def train(run: Run, shares: Shares, settings: GPateSettings, place: Place) -> Generator:
     """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
     s, schema = settings, run.schema
     mechanism = ConfidentGNMax(
@@ -55,7 +168,7 @@ def train(run: Run, shares: Shares, settings: GPateSettings, *, device: torch.de
         decay_over=s.steps,
         balanced_labels=True,
         seed=s.seed,
-        device=device,
+        device=place.device,
     )
     decode = DecodeBins(bins=s.bins, basis=make_basis(s.basis, schema.shape, s.basis_size))
 
@@ -94,17 +207,12 @@ def random_projection(size: int, projections: int, *, seed: int, step: int) -> T
     return torch.linalg.qr(random).Q
 
 
-def make_teachers(shares: Shares, s: GPateSettings, schema: Schema) -> Teachers:
-    return Teachers(
-        _network(s, schema),
-        shares,
-        batch=s.teacher_batch,
-        learning_rate=s.teacher_rate,
-        weight_decay=s.teacher_weight_decay,
-        seed=s.seed,
-    )
-
-
-def _network(s: GPateSettings, schema: Schema) -> Network:
-    basis = make_basis(s.basis, schema.shape, s.basis_size)
-    return network_named(s.network, basis, len(schema.classes), hidden=s.hidden)
+METHOD = Method(
+    settings=GPateSettings,
+    plan=plan,
+    gather=share_out,
+    train=train,
+    options=frozenset({*OPTIONS, "projections", "bins", "threshold"}),
+    persons=True,
+    teachers=True,
+)

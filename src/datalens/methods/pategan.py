@@ -8,21 +8,26 @@ Differs from the paper:
   the published code spends until a data-dependent estimate passes ε, and then once more.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 from torch import nn
 
 from datalens.bounded.ballots import real_or_fake
 from datalens.bounded.contributions import count_ballots
-from datalens.data.records import Records
 from datalens.data.schema import Schema
-from datalens.errors import BudgetExceeded
-from datalens.peers.pategan import PateGanSettings
+from datalens.errors import BudgetExceeded, DatalensError
+from datalens.methods.ensemble import OPTIONS, EnsembleSettings, make_teachers, share_out, teacher_values
+from datalens.options import TrainOptions
+from datalens.plans.base import Method, NoiseOfVotes, Part, Place, common, whole_number_law
+from datalens.privacy.calibration import calibrate_event, calibrate_sigma
+from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
+from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import LaplaceVote, Mechanism, make_mechanism
 from datalens.privacy.noise import LaplaceNoise, open_noise
-from datalens.private.networks import Network, network_named
-from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
-from datalens.private.teachers import Teachers
 from datalens.public.basis import make_basis
 from datalens.public.critic import CosineCritic, Critic
 from datalens.released.generator import Generator
@@ -30,19 +35,115 @@ from datalens.released.labelled import CriticStudent
 from datalens.run.folder import Alone, Run
 
 
-def gather(records: Records, settings: PateGanSettings, *, device: torch.device) -> Shares:
-    """Every record into exactly one share."""
-    rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
-    return Shares.gather(records, rule, features=_network(settings, records.schema).record_features, device=device)
+@dataclass(frozen=True, kw_only=True)
+class PateGanSettings(EnsembleSettings):
+    method: Literal["pategan"]
+    noise: NoiseOfVotes  # type: ignore[assignment]
+    scale: float  # of the noise on a count: Laplace's 1/λ, or the Gaussian's σ
+    votes: Literal["absolute", "relative"]  # to the batch's other images of the same label
+    labels: Literal["majority", "counts"]  # what the student makes of two noisy counts
+    jitter: float  # how far images are moved before teachers are asked, in each of 64 cosines
+    memory: int  # batches of answers that the critic learns from again
+    width: int  # channels of the critic's first layer
+    critic_steps: int
+    critic_rate: float
+    generator_steps: int
+    generator_batch: int
+    generator_rate: float
+    spread: float  # weight of the term that keeps images of one label apart
+    average: float  # of the generator's weights, over its steps
+
+    @property
+    def sigma(self) -> float:
+        """For `--json`."""
+        return self.scale
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        event = self._event(budget)
+        sensitivity = math.sqrt(2 * self.batch)
+        relative = event.sigma * math.sqrt(2) / self.teachers
+        name = f"labels of {self.batch} images"
+        return (
+            Part(
+                name=name,
+                event=event,
+                sensitivity=sensitivity,
+                times=self.steps,
+                cells=2 * self.batch,
+                noise_to_signal=relative,
+            ),
+        )
+
+    def _event(self, budget: Budget) -> Charge:
+        facts: dict[str, Any] = {"row_unit": "teacher", "relation": budget.relation, "step": 0, "noise": self.origin}
+        facts |= {"queries": self.batch}
+        if self.noise == "discrete-laplace":
+            return LaplaceEvent(moved=2 * self.batch, scale=self.scale, **facts)
+        facts |= {"l2_bound": math.sqrt(self.batch), "diameter": math.sqrt(2 * self.batch), "sigma": self.scale}
+        if self.noise == "discrete-gaussian":
+            return DiscreteGaussianEvent(coordinates=2 * self.batch, **facts)
+        return GaussianEvent(**facts)
+
+    def mechanism_said(self, budget: Budget) -> dict[str, str]:
+        law = "Laplace" if self.noise == "discrete-laplace" else "Gaussian"
+        return {
+            "name": f"counts of teachers' votes on generated images with {law} noise (PATE-GAN)",
+            "sensitivity": "a label is two counts: one record changes one teacher's vote, which moves each by one",
+        }
+
+    def noise_said(self) -> str:
+        exact = {"discrete-laplace": "exact discrete Laplace", "discrete-gaussian": "exact discrete Gaussian (OpenDP)"}
+        return exact.get(self.noise, "rounded to integers")
+
+    def price_said(self) -> str:
+        if self.noise == "discrete-laplace":
+            return "as randomised responses of 1/scale, two a label"
+        return "as Gaussian noise of variance sigma²" + (" - 4" if self.noise == "discrete-gaussian" else "")
+
+    def said(self) -> str:
+        law = "Laplace noise of scale" if self.noise == "discrete-laplace" else "Gaussian noise of σ ="
+        return f"{self.teachers} teachers, {self.steps} steps of {self.batch} labels, {law} {self.scale:.5g}"
+
+    @property
+    def signal(self) -> str:
+        return "sigma of a vote's margin by the teachers"
 
 
-def train(run: Run, shares: Shares, settings: PateGanSettings, *, device: torch.device) -> Generator:
+def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> PateGanSettings:
+    quick = preset == "quick"
+    values = teacher_values(options, schema, records_each=60)
+    classes = len(schema.classes)
+    values = {"steps": 60 if quick else 110, "batch": max(2, classes * max(1, 100 // classes))} | values
+    values |= {"votes": "relative", "labels": "counts", "jitter": 0.3, "memory": 10, "width": 32}
+    values |= {"critic_steps": 15, "critic_rate": 3e-3, "generator_steps": 2, "generator_rate": 3e-4}
+    values |= {"generator_batch": 20, "average": 0.9, "spread": 0.03}
+    noise, scale = _noise(options, budget, steps=values["steps"], batch=values["batch"])
+    return PateGanSettings(**common(options, preset), noise=noise, scale=scale, **values)
+
+
+def _noise(options: TrainOptions, budget: Budget, *, steps: int, batch: int) -> tuple[Any, float]:
+    """Which noise on the counts, and how much of it for so many labels."""
+    goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
+    if math.isinf(budget.epsilon):
+        return "gaussian", 0.0
+    if options.aggregate == "laplace":
+        if options.noise is not None:
+            raise DatalensError("--noise is about Gaussian noise: leave it out, or use --aggregate gnmax")
+        facts: dict[str, Any] = {"row_unit": "teacher", "relation": budget.relation, "noise": "operating-system"}
+        facts |= {"moved": 2 * batch * steps, "queries": batch * steps, "step": 0}
+        return "discrete-laplace", calibrate_event(lambda scale: LaplaceEvent(scale=scale, **facts), times=1, **goal)
+    law = whole_number_law(options, budget)
+    sensitivity = math.sqrt(2 * batch)
+    return law, calibrate_sigma(sensitivity=sensitivity, steps=steps, law=law, coordinates=2 * batch, **goal)
+
+
+def train(run: Run, shares: Shares, settings: PateGanSettings, place: Place) -> Generator:
     """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
     s = settings
     if s.noise == "discrete-laplace":
-        return _train(run, shares, s, LaplaceVote(noise=LaplaceNoise(s.scale, run.noise_seed)), device)
+        return _train(run, shares, s, LaplaceVote(noise=LaplaceNoise(s.scale, run.noise_seed)), place.device)
     with open_noise(s.noise, s.scale, draws=2 * s.steps * s.batch, seed=run.noise_seed) as noise:
-        return _train(run, shares, s, make_mechanism(s.scale, noise), device)
+        return _train(run, shares, s, make_mechanism(s.scale, noise), place.device)
 
 
 def _train(
@@ -66,17 +167,6 @@ def _train(
         student.learn(fakes, noisy)
         run.log(step, teacher_loss=loss, real=float(noisy.value[:, 1].mean()) / s.teachers)
     return student.averaged()
-
-
-def make_teachers(shares: Shares, s: PateGanSettings, schema: Schema) -> Teachers:
-    return Teachers(
-        _network(s, schema),
-        shares,
-        batch=s.teacher_batch,
-        learning_rate=s.teacher_rate,
-        weight_decay=s.teacher_weight_decay,
-        seed=s.seed,
-    )
 
 
 def make_student(s: PateGanSettings, schema: Schema, device: torch.device) -> CriticStudent:
@@ -107,7 +197,12 @@ def make_student(s: PateGanSettings, schema: Schema, device: torch.device) -> Cr
     )
 
 
-def _network(s: PateGanSettings, schema: Schema) -> Network:
-    return network_named(
-        s.network, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes), hidden=s.hidden
-    )
+METHOD = Method(
+    settings=PateGanSettings,
+    plan=plan,
+    gather=share_out,
+    train=train,
+    options=frozenset({*OPTIONS, "aggregate", "noise"}),
+    persons=True,
+    teachers=True,
+)

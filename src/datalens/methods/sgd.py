@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,12 +23,13 @@ from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.sgd_plan import SgdOptions, as_begun, plan, schedule_of
-from datalens.plans.guidance import read_off_warnings, warnings
-from datalens.plans.settings import SgdSettings
-from datalens.privacy.ledger import json_number, sync_directory
+from datalens.plans.base import Part, Settings, checked, gaps_of_blocks
+from datalens.plans.guidance import budget_warnings, read_off_warnings
+from datalens.privacy.accountant import AccountantName
+from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
+from datalens.privacy.ledger import Budget, check_epsilon, json_number, read_ledger, sync_directory
 from datalens.progress import say
-from datalens.run.folder import Run, write_atomically
+from datalens.run.folder import Run, read_config, write_atomically
 from datalens.run.places import check_vacant
 from datalens.run.reservation import begin, check_room, go_on
 
@@ -42,6 +44,290 @@ if TYPE_CHECKING:
 
 PARKED = "parked.json"
 MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdSettings(Settings):
+    """Everything a run of DP-SGD does, resolved and public (see `methods.dpsgd`)."""
+
+    ZERO: ClassVar[tuple[str, ...]] = ("features",)
+    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "classifier"
+    charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
+
+    method: Literal["dpsgd"]
+    preset: str
+    seed: int
+    noise_seeded: bool
+    noise: Literal["gaussian"]
+    network: Literal["cnn", "linear"]
+    extractor: str  # "none", or the frozen network whose features the model sees
+    extractor_sha256: str
+    features: int  # how many; of pixels: 0
+    selector: Literal["norm", "dim", "none"]
+    topk: float
+    clip: float
+    sigma: float  # noise multiplier: the noise on every coordinate is sigma · bound
+    batch_size: int  # expected
+    steps: int
+    rate: float  # learning rate
+    falls: bool  # whether it rises over the first tenth of the steps and then falls to nothing, or stays
+    average: bool  # what is released: a mean of the weights in which late ones weigh most, or the last ones
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
+        settings: SgdSettings = checked(cls, fields, zero=cls.ZERO)
+        if not (0 < settings.topk <= 1 and settings.clip > 0):
+            raise DatalensError("the settings topk and clip cannot be these")
+        return settings
+
+    @property
+    def bound(self) -> float:
+        """What a record's compressed gradient is brought down to: √k·C where k is of the norm, else C."""
+        return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
+
+    # --- what it costs
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        planned = schedule_of(self, schema).schedule
+        event = planned.event(repeats=planned.steps, step=0, noise=self.origin)
+        return (
+            Part(
+                name=f"{self.steps} sums of gradients",
+                event=event,
+                sensitivity=event.l2_bound,
+                times=1,
+                cells=0,
+                noise_to_signal=self.sigma / self.batch_size,
+            ),
+        )
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent))
+
+    def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
+        if not charged:
+            return []
+        first = charged[0]
+        if isinstance(first, SubsampledGaussianEvent):
+            first = dataclasses.replace(first, repeats=1)
+        return [(first, self.steps)]
+
+    def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
+        """Of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
+        found = []
+        steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
+        unit = "person" if schema.by_person else "record"
+        if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
+            found.append(f"the ledger has other events than steps over sampled {unit}s")
+        if any(event.sigma != self.sigma * self.bound for event in steps):
+            found.append("the settings state another sigma, topk or clip than the ledger")
+        if any(event.l2_bound < self.bound for event in steps):
+            found.append("the ledger was charged for shorter rows than the settings state")
+        if any(event.rate != self.batch_size / schema.nominal_size for event in steps):
+            found.append("the settings state another batch size than the ledger")
+        if sum(event.repeats for event in steps) > self.steps:
+            found.append("the ledger has more steps than the settings state")
+        if any((event.noise == "seeded") != self.noise_seeded for event in steps):
+            found.append("the settings are wrong about whether the noise was seeded")
+        return found + gaps_of_blocks(steps)
+
+    def wrong_weights(self, model: Any, events: Sequence[Charge]) -> list[str]:
+        same = model.network == self.network and (not self.features or model.shape == (self.features,))
+        return [] if same else ["the weights are of another network than the settings state"]
+
+    # --- how it is described
+
+    def mechanism_for(self, budget: Budget, *, by_person: bool) -> dict[str, str]:
+        kept = {"norm": "the largest squares, up to topk of the norm", "dim": "a share topk of the coordinates"}
+        return {
+            "name": f"sums of {'mean gradients of persons' if by_person else 'per-record gradients'} over Poisson "
+            "samples with Gaussian noise (DP-SGD, TopAgg); kept: " + kept.get(self.selector, "all"),
+            "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
+        }
+
+    def price_said(self) -> str:
+        return "as Gaussian noise of variance (sigma·bound)² on a sum over a Poisson sample"
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+class SgdUsual(NamedTuple):
+    """What `datalens sgd` does where nothing else is asked."""
+
+    batch_size: int
+    epochs: float
+    clip: float
+    pace: float  # learning rate times clip: how far a step goes at most, before noise
+    falls: bool  # the learning rate
+
+
+def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float) -> SgdUsual:
+    """By public facts alone. Those of the cnn did best on MNIST records held out of training (docs/dpsgd.md).
+
+    All steps together can go as far as noise lets them, which is proportional to ε and to the number of records.
+    """
+    n = nominal_size
+    if network == "linear":
+        batch = max(1, min(512, n // 20))
+        return SgdUsual(batch, 15.0, 1.0, 0.5, False) if features else SgdUsual(batch, 15.0, 10.0, 1.0, False)
+    epochs = min(30.0, max(1.5, 30 * epsilon * n / 60_000))
+    return SgdUsual(max(1, n // 30), epochs, 0.3, 3.6, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdOptions:
+    """What may be asked for; `commands.sgd` is the command line of it."""
+
+    data: str | None
+    out: Path
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    topk: float = 1.0
+    selector: Literal["norm", "dim", "none"] = "norm"
+    sigma: float | None = None
+    clip: float | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    epochs: float | None = None
+    constant_rate: bool = False
+    network: Literal["cnn", "linear"] | None = None
+    extractor: str | None = None
+    last: bool = False
+    accountant: AccountantName = "prv"
+    nominal_size: int | None = None
+    data_folder: Path | None = None
+    label: str | None = None
+    classes: str | None = None
+    image_size: str | None = None
+    grayscale: bool = False
+    record_id: str | None = None
+    seed: int = 0
+    noise_seed: int | None = None
+    budget: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a run is begun with; where it runs is left out."""
+        fields = dict(self.__dict__)
+        for name in ("out", "device", "resume"):
+            fields.pop(name)
+        for name in ("data", "data_folder", "classes", "extractor", "budget"):
+            value = fields[name]
+            fields[name] = str(Path(value).absolute()) if value is not None and os.path.exists(value) else value
+        return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
+
+
+def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Schema, Budget]:
+    """Every setting, before a record is read."""
+    from datalens.gradients.optimizer import plan_steps
+    from datalens.private import features
+
+    if options.data is None:
+        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
+    schema = formats.schema(
+        options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
+    )
+    check_epsilon(options.epsilon)
+    budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
+    name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
+    extractor = None if name == "none" else features.find(name)
+    small = min(schema.height, schema.width) < 14
+    network = options.network or ("linear" if extractor or small else "cnn")
+    if extractor and network != "linear":
+        raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
+    if small and network == "cnn":
+        raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
+    usual = sgd_usual(
+        network=network,
+        features=extractor is not None,
+        nominal_size=schema.nominal_size,
+        epsilon=budget.epsilon,
+    )
+    epochs = options.epochs
+    if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
+        epochs = usual.epochs
+    made = plan_steps(
+        budget=budget,
+        nominal_size=schema.nominal_size,
+        batch_size=options.batch_size or usual.batch_size,
+        epochs=epochs,
+        clip=usual.clip if options.clip is None else options.clip,
+        topk=options.topk,
+        selector=options.selector,
+        sigma=options.sigma,
+    )
+    rate = usual.pace / made.compress.clip if options.lr is None else options.lr
+    if not 0 < rate < math.inf:
+        raise DatalensError(f"--lr must be above 0, not {rate:g}")
+    if options.noise_seed is not None and options.noise_seed < 0:
+        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
+    settings = SgdSettings(
+        method="dpsgd",
+        preset="default",
+        seed=options.seed,
+        noise_seeded=options.noise_seed is not None,
+        noise="gaussian",
+        network=network,
+        extractor=extractor.name if extractor else "none",
+        extractor_sha256=extractor.sha256 if extractor else "",
+        features=extractor.size if extractor else 0,
+        selector=options.selector,
+        topk=options.topk,
+        clip=made.compress.clip,
+        sigma=made.schedule.sigma,
+        batch_size=made.batch_size,
+        steps=made.schedule.steps,
+        rate=rate,
+        falls=usual.falls and not options.constant_rate,
+        average=not options.last,
+    )
+    return settings, schema, budget
+
+
+def as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Budget]:
+    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
+    config = read_config(options.out)
+    if config["settings"].get("method") != "dpsgd":
+        raise DatalensError(f"{options.out} was begun by `datalens train`: go on with that")
+    begun, asked, default = config["options"], options.as_dict(), SgdOptions(data=None, out=options.out).as_dict()
+    for name, value in asked.items():
+        if value not in (default[name], begun.get(name)):
+            raise DatalensError(
+                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
+            )
+    known = {name: begun[name] for name in default if name in begun}
+    paths = {
+        name: None if (path := known.pop(name, None)) is None else Path(path) for name in ("data_folder", "budget")
+    }
+    whole = {"epsilon": float(known.pop("epsilon")), **paths, **known}
+    options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
+    budget, _ = read_ledger(options.out / "ledger.jsonl")
+    return options, SgdSettings.from_dict(config["settings"]), Schema.from_dict(config["schema"]), budget
+
+
+def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
+    """The plan that these settings, which may come from a file, are."""
+    from datalens.bounded.norm_topk import NormTopK
+    from datalens.gradients.optimizer import Plan
+    from datalens.privacy.dpsgd import Schedule
+
+    s = settings
+    compress = NormTopK(clip=s.clip, topk=s.topk, selector=s.selector)
+    rate = s.batch_size / schema.nominal_size
+    schedule = Schedule(
+        sigma=s.sigma,
+        rate=rate,
+        steps=s.steps,
+        unit=compress.bound,
+        l2_bound=compress.l2_bound,
+        row_unit="person" if schema.by_person else "record",
+    )
+    return Plan(compress=compress, schedule=schedule, batch_size=s.batch_size)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
 
 
 def train(options: SgdOptions) -> dict[str, Any]:
@@ -59,7 +345,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
         settings, schema, budget = plan(options, device)
         check_vacant(options.out)
         check_room(options, settings, schema, budget)
-        for line in warnings(budget, schema):
+        for line in budget_warnings(budget, schema.nominal_size):
             say(f"warning: {line}")
     data = Data.read(options, settings, device)
     if options.resume:

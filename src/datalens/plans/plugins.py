@@ -10,11 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from datalens.errors import DatalensError
+from datalens.options import COMPRESSORS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from datalens.plans.settings import Settings
 
 Group = Literal["compressors", "mechanisms", "methods"]
 OPTIONS: dict[Group, str] = {"compressors": "--compress", "mechanisms": "--mechanism", "methods": "--method"}
@@ -31,11 +30,11 @@ class Compressor:
     unpack: from the released sum [m, cells] back to directions [m, d], where that is not the same.
     """
 
-    row: "Callable[[Tensor, Tensor, Settings], Tensor]"
-    l2_bound: "Callable[[Settings], float]"
-    cells: "Callable[[Settings], int] | None" = None  # default: as many as coordinates
+    row: "Callable[[Tensor, Tensor, Any], Tensor]"
+    l2_bound: "Callable[[Any], float]"
+    cells: "Callable[[Any], int] | None" = None  # default: as many as coordinates
     whole_numbers: bool = True
-    unpack: "Callable[[Tensor, Settings], Tensor] | None" = None
+    unpack: "Callable[[Tensor, Any], Tensor] | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,6 @@ def named(group: Group, name: str, *, ours: tuple[str, ...]) -> Plugin:
 
 
 def compressor(name: str) -> tuple[Compressor, str]:
-    from datalens.plans.settings import COMPRESSORS
-
     found = named("compressors", name, ours=COMPRESSORS)
     if not isinstance(found.value, Compressor):
         raise DatalensError(f"--compress {name} of {found.owner} is no datalens.plans.plugins.Compressor")

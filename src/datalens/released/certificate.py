@@ -12,10 +12,8 @@ from typing import Any
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers.settings import PeerSettings
-from datalens.plans.settings import COMPRESSORS, AnySettings, MomentSettings, Settings, SgdSettings
+from datalens.plans.base import Settings
 from datalens.privacy.events import (
-    LEAST_SMOOTH,
     Event,
     UnknownEvent,
 )
@@ -58,9 +56,7 @@ CHAIN = (
 )
 
 
-def make_certificate(
-    *, settings: AnySettings, schema: Schema, ledger: Ledger, sha256: dict[str, str]
-) -> dict[str, Any]:
+def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
     """Everything a sceptic needs, from released and public values only."""
     certificate = contents(settings, schema, ledger.budget, ledger.events)
     certificate |= {"versions": versions(), "sha256": sha256}
@@ -75,7 +71,7 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
 
 
 def contents(
-    settings: AnySettings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
+    settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
 ) -> dict[str, Any]:
     """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check.
 
@@ -95,9 +91,9 @@ def contents(
         "accountant": budget.accountant,
         "privacy_unit": f"one {schema.record_unit}",
         "mechanism": {
-            **_mechanism_of(settings, budget, by_person=schema.by_person),
-            "noise": _noise_of(settings),
-            "price": _price_of(settings),
+            **settings.mechanism_for(budget, by_person=schema.by_person),
+            "noise": settings.noise_said(),
+            "price": settings.price_said(),
             "events": len(events),
         },
         "noise": {"origin": sorted(origins), "secure": origins <= {"operating-system"}},
@@ -115,72 +111,10 @@ def is_private(budget: Budget, events: tuple[Event, ...]) -> bool:
     return math.isfinite(budget.epsilon) and not seeded
 
 
-def _third_party(settings: AnySettings) -> tuple[str, ...]:
-    plugins = getattr(settings, "plugins", "")
+def _third_party(settings: Settings) -> tuple[str, ...]:
+    plugins = settings.plugins
     said = f"{plugins}: not part of datalens, and not checked by it; the guarantee holds if that code does what it says"
     return (said,) if plugins else ()
-
-
-def _mechanism_of(settings: AnySettings, budget: Budget, *, by_person: bool) -> dict[str, str]:
-    if isinstance(settings, PeerSettings):
-        said = settings.mechanism(budget)
-        return {name: text.replace("one record", "one person") if by_person else text for name, text in said.items()}
-    if isinstance(settings, Settings):
-        votes = f"{_ROWS.get(settings.compress, 'compressed votes')} with Gaussian noise (TopAgg)"
-        plugged = f"bounded rows with Gaussian noise (TopAgg), with {settings.plugins}"
-        return {
-            "name": f"sum of teachers' {plugged if settings.plugins else votes}",
-            "sensitivity": f"{lengths(settings)} per event: one {'person' if by_person else 'record'} changes one "
-            "teacher's row",
-        }
-    if isinstance(settings, SgdSettings):
-        kept = {"norm": "the largest squares, up to topk of the norm", "dim": "a share topk of the coordinates"}
-        return {
-            "name": f"sums of {'mean gradients of persons' if by_person else 'per-record gradients'} over Poisson "
-            "samples with Gaussian noise (DP-SGD, TopAgg); kept: " + kept.get(settings.selector, "all"),
-            "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
-        }
-    moved = "the longest row" if budget.relation == "add-remove" else "the largest distance of two rows"
-    rows = (
-        "one person has one row, over all images and classes" if by_person else "one record has one row, in the cells "
-    )
-    return {
-        "name": "class sums and covariances of bounded rows with Gaussian noise (private moments)",
-        "sensitivity": f"{moved} per event: {rows}" + ("" if by_person else "of its class"),
-    }
-
-
-# What teachers' rows are, where they are not top-k votes; and how far two are apart.
-_ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clipped count sketches of votes (FetchSGD)"}
-
-
-def lengths(settings: Settings) -> str:
-    if settings.compress not in COMPRESSORS:
-        return "2·(the longest row that the plug-in states)"
-    lengths = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
-    return lengths.get(settings.compress, "2·sqrt(k·batch)")
-
-
-def _noise_of(settings: AnySettings) -> str:
-    if isinstance(settings, PeerSettings):
-        return settings.noise_said()
-    if settings.noise == "discrete-gaussian":
-        return "exact discrete Gaussian (OpenDP)"
-    real = isinstance(settings, SgdSettings) or (isinstance(settings, Settings) and settings.real_rows)
-    return "floating point (see docs/privacy.md)" if real else "rounded to integers"
-
-
-def _price_of(settings: AnySettings) -> str:
-    """By which theorem noise of this kind is paid for."""
-    if isinstance(settings, PeerSettings):
-        return settings.price_said()
-    if isinstance(settings, SgdSettings):
-        return "as Gaussian noise of variance (sigma·bound)² on a sum over a Poisson sample"
-    if settings.noise == "gaussian":
-        return "as Gaussian noise of variance sigma²"
-    if isinstance(settings, MomentSettings) or settings.sigma >= LEAST_SMOOTH:
-        return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
-    return "as zCDP"
 
 
 def statement(budget: Budget, *, private: bool, unit: str, given: str = "") -> str:

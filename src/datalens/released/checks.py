@@ -3,35 +3,24 @@
 None of them reads a file. Hashes and files are compared by `verification`.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from datalens.data.schema import IMAGE, PERSON, Schema
-from datalens.peers.gpate import GPateSettings
-from datalens.peers.settings import PeerSettings, unbroken
-from datalens.plans.moment_noise import mu_squared_for, sigma_for
-from datalens.plans.paid import steps_paid, steps_planned
-from datalens.plans.settings import RELEASES, AnySettings, MomentSettings, Settings, SgdSettings
+from datalens.plans.base import Settings, known
 from datalens.privacy.events import (
-    Charge,
-    DiscreteGaussianEvent,
     Event,
-    GaussianEvent,
-    SubsampledGaussianEvent,
-    UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, upwards
-from datalens.released.certificate import VERSION, contents, lengths
+from datalens.released.certificate import VERSION, contents
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Generator
 from datalens.released.moments import MomentModel
 
 PRICES = 1e-6  # of ε: what rounding in other versions of the libraries may add to the price of a plan
-SIGMAS = 1e-6  # of σ: the same, where it follows from the budget
 _VERSION_TEXT = re.compile(r"[0-9A-Za-z.+!-]{1,40}|not installed")
 
 
@@ -43,7 +32,7 @@ def problems(claim: Claim) -> list[str]:
 def notes(claim: Claim) -> list[str]:
     """Return what cannot be held to a release that stands: what an older one does not state, last digits of prices."""
     found = []
-    planned, paid = steps_planned(claim.settings), steps_paid(claim.settings, claim.events)
+    planned, paid = claim.settings.steps_planned, claim.settings.steps_paid(known(claim.events))
     if claim.version < VERSION:
         found.append(
             f"a certificate of version {claim.version} binds less than version {VERSION} does: that weights learned "
@@ -55,7 +44,7 @@ def notes(claim: Claim) -> list[str]:
             f"ledger has a charge for each is the owner's word; the budget covers all {planned} planned steps, "
             "and what these cost is given as spent"
         )
-    if claim.weights.answered is None and isinstance(claim.settings, GPateSettings):
+    if claim.weights.answered is None and claim.settings.answers:
         found.append(
             "the weights do not state how many queries were answered (datalens 0.1.0 did not write it): that the "
             "ledger has all of them is the owner's word; the budget covers an answer to every query"
@@ -137,20 +126,8 @@ def whole_price(claim: Claim) -> float:
 
 
 def _plan(claim: Claim) -> list[tuple[Event, int]]:
-    """All that settings, and the charges that were compared with them, let a run charge. (Of moments: `sigma_for`.)"""
-    settings, known = claim.settings, _known(claim.events)
-    if isinstance(settings, PeerSettings):
-        return [(part.event, part.times) for part in settings.schedule(claim.schema, claim.budget)]
-    if isinstance(settings, MomentSettings) or not known:
-        return []
-    first = known[0]
-    if isinstance(first, SubsampledGaussianEvent):
-        first = dataclasses.replace(first, repeats=1)
-    return [(first, settings.steps)]
-
-
-def _known(events: tuple[Event, ...]) -> list[Charge]:
-    return [event for event in events if not isinstance(event, UnknownEvent)]
+    """All that settings, and the charges that were compared with them, let a run charge."""
+    return claim.settings.whole_plan(claim.schema, claim.budget, known(claim.events))
 
 
 # --- the ledger, held against the settings --------------------------------------------------------------------------
@@ -160,129 +137,11 @@ def check_ledger(claim: Claim) -> list[str]:
     """The ledger must be one that a run with these settings leaves behind."""
     settings, schema, budget, events = claim.settings, claim.schema, claim.budget, claim.events
     found = [] if events else ["the ledger has no release at all"]
-    if isinstance(settings, PeerSettings):
-        found += _peer(settings, schema, budget, events)
-    elif isinstance(settings, MomentSettings):
-        found += _moments(settings, schema, budget, events)
-    elif isinstance(settings, SgdSettings):
-        found += _sgd(settings, schema, events)
-    else:
-        found += _topagg(settings, budget, events)
+    found += settings.disagreements(schema, budget, events)
     shares = getattr(settings, "shares", None)
     if shares is not None and (shares == "balanced") != (budget.relation == "replace-one"):
         found.append(f"{shares} shares are not private under {budget.relation} at this price")
     return found
-
-
-def _topagg(settings: Settings, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-    """Of teachers who vote."""
-    found = []
-    bound = settings.l2_bound
-    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
-    if len(gaussian) != len(events):
-        found.append("the ledger has other releases than sums of teachers' votes with Gaussian noise")
-    if any(event.sigma != settings.sigma for event in gaussian):
-        found.append("the settings state another sigma than the ledger")
-    if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
-        found.append("the settings state another k or batch than the ledger was charged for")
-    if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
-        found.append(
-            "the ledger has events that are not sums of teachers' votes: they cost " + lengths(settings) + " each"
-        )
-    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
-    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
-        found.append("the settings state another kind of noise than the ledger")
-    if any(event.coordinates != settings.batch * settings.cells for event in discrete):
-        found.append("the settings state another number of coordinates than the ledger")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
-        found.append("the settings are wrong about whether the noise was seeded")
-    return found + _numbered({event.step for event in gaussian}, settings.steps)
-
-
-def _numbered(steps: set[int], planned: int) -> list[str]:
-    """Steps are charged one after the other, and none that was not planned; one that was lost is charged again."""
-    whole = unbroken(steps) == len(steps) <= planned
-    return [] if whole else ["the ledger has gaps, or more steps than the settings state"]
-
-
-def _moments(settings: MomentSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-    """Of private moments: which releases there can be, how long a record's row is in each, and how loud the noise."""
-    found = []
-    gaussian = [event for event in events if isinstance(event, GaussianEvent)]
-    expected = {RELEASES.index(name): settings.l2_bound(name) for name in settings.releases}
-    # Texture may be missing where an interruption had spent its part.
-    if not {0, 1, 2, 3} <= {event.step for event in gaussian} <= set(expected) or len(gaussian) != len(events):
-        return ["the ledger has other releases than the settings state"]
-    if any(event.row_unit != settings.unit or event.l2_bound != expected.get(event.step) for event in gaussian):
-        found.append("the ledger was charged for rows of another length than the settings state")
-    apart = {RELEASES.index(name): settings.diameter(name) for name in settings.releases}
-    if any(event.diameter < apart.get(event.step, math.inf) for event in gaussian):
-        found.append("the ledger has rows closer together than rows of these releases can be")
-    slots = {RELEASES.index(name): 1 if "norms" in name else len(schema.classes) for name in settings.releases}
-    if any(event.queries != slots.get(event.step) for event in gaussian):
-        found.append("the settings state another number of classes than the ledger")
-    discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
-    if len(discrete) != (len(gaussian) if settings.noise == "discrete-gaussian" else 0):
-        found.append("the settings state another kind of noise than the ledger")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in gaussian):
-        found.append("the settings are wrong about whether the noise was seeded")
-    return found + _wrong_noise(settings, budget, gaussian)
-
-
-def _wrong_noise(settings: MomentSettings, budget: Budget, events: list[GaussianEvent]) -> list[str]:
-    """σ of every release follows from the settings, the budget and the charges before it."""
-    for number, event in enumerate(events):
-        name = RELEASES[event.step]
-        expected = 0.0
-        if math.isfinite(budget.epsilon):
-            mu_squared, _ = mu_squared_for(name, settings, budget, events[:number])
-            expected = sigma_for(name, settings, budget, mu_squared) if mu_squared > 0 else math.inf
-        if not math.isclose(event.sigma, expected, rel_tol=SIGMAS):
-            said = f"sigma {event.sigma:.6g} for {name}, settings and budget make it {expected:.6g}"
-            return [f"the ledger has {said}"]
-    return []
-
-
-def _peer(settings: PeerSettings, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-    """Of any other method: every charge must be one that its schedule has."""
-    settings.check(schema)
-    if not all(settings.possible(event, schema, budget) for event in _known(events)):
-        return ["the ledger has other releases than the settings state"]
-    return [] if settings.one_charge else _numbered_peer(settings, events)
-
-
-def _numbered_peer(settings: PeerSettings, events: tuple[Event, ...]) -> list[str]:
-    known = _known(events)
-    if all(isinstance(event, SubsampledGaussianEvent) for event in known):
-        return _blocks([event for event in known if isinstance(event, SubsampledGaussianEvent)])
-    return [] if settings.plugins else _numbered({event.step for event in known}, settings.steps)
-
-
-def _blocks(events: list[SubsampledGaussianEvent]) -> list[str]:
-    """Blocks of sampled steps are charged one after the other, each beginning where the last one ended."""
-    steps = [event.step for event in events]
-    begins = [sum(event.repeats for event in events[:number]) for number in range(len(events))]
-    return [] if steps == begins else ["the ledger has gaps: a block of steps does not begin where the last one ended"]
-
-
-def _sgd(settings: SgdSettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
-    """Of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
-    found = []
-    steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
-    unit = "person" if schema.by_person else "record"
-    if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
-        found.append(f"the ledger has other events than steps over sampled {unit}s")
-    if any(event.sigma != settings.sigma * settings.bound for event in steps):
-        found.append("the settings state another sigma, topk or clip than the ledger")
-    if any(event.l2_bound < settings.bound for event in steps):
-        found.append("the ledger was charged for shorter rows than the settings state")
-    if any(event.rate != settings.batch_size / schema.nominal_size for event in steps):
-        found.append("the settings state another batch size than the ledger")
-    if sum(event.repeats for event in steps) > settings.steps:
-        found.append("the ledger has more steps than the settings state")
-    if any((event.noise == "seeded") != settings.noise_seeded for event in steps):
-        found.append("the settings are wrong about whether the noise was seeded")
-    return found + _blocks(steps)
 
 
 def check_unit(claim: Claim) -> list[str]:
@@ -290,12 +149,12 @@ def check_unit(claim: Claim) -> list[str]:
     return _wrong_unit(claim.settings, claim.schema, claim.events)
 
 
-def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
+def _wrong_unit(settings: Settings, schema: Schema, events: tuple[Event, ...]) -> list[str]:
     """Rows of images do not protect persons, and what a ledger calls a person must be one in the certificate too.
 
     What has no noise (DC-GAN) protects nobody, and says so: whose row it was does not matter.
     """
-    units = {event.row_unit for event in _known(events) if math.isfinite(event.mu)}
+    units = {event.row_unit for event in known(events) if math.isfinite(event.mu)}
     if schema.by_person and "record" in units:
         return ["the ledger was charged for single images, not for persons with all of theirs"]
     if schema.by_person and getattr(settings, "shares", "") == "balanced":
@@ -311,7 +170,7 @@ def _wrong_unit(settings: AnySettings, schema: Schema, events: tuple[Event, ...]
 def check_steps(claim: Claim) -> list[str]:
     """Every step that the weights learned from, and every answer, must have been charged."""
     settings, weights = claim.settings, claim.weights
-    planned, paid = steps_planned(settings), steps_paid(settings, claim.events)
+    planned, paid = settings.steps_planned, settings.steps_paid(known(claim.events))
     found = []
     if weights.completed is None and claim.version > FIRST:
         found.append("the weights do not state how many steps they learned from")
@@ -319,16 +178,19 @@ def check_steps(claim: Claim) -> list[str]:
         found.append(f"the weights learned from {weights.completed} steps, of {planned} that the settings state")
     if weights.completed is not None and weights.completed > paid:
         found.append(f"the weights learned from {weights.completed} steps, the ledger has charges for {paid}")
-    if not isinstance(settings, GPateSettings):
+    if not settings.answers:
         return found + (["the weights state answers that this method has none of"] if weights.answered else [])
     if weights.answered is None and claim.version > FIRST:
         found.append("the weights do not state how many queries were answered")
-    answers = settings.answers_paid(_known(claim.events))
+    answers = settings.answers_paid(known(claim.events))
     if weights.answered is None and answers == 0:
         found.append("the ledger has no charge for any answer, without which nothing could be learned")
     if weights.answered is not None and weights.answered > answers:
         found.append(f"{weights.answered} queries were answered, the ledger has charges for {answers}")
     return found
+
+
+KINDS = {"generator": Generator, "moments": MomentModel, "classifier": Classifier}
 
 
 def check_weights(claim: Claim) -> list[str]:
@@ -337,37 +199,22 @@ def check_weights(claim: Claim) -> list[str]:
     found = []
     if claim.weights.classes != schema.classes:
         found.append("the weights name other classes than the certificate")
+    plugged = bool(settings.plugins) and settings.makes == "generator"  # of another package: a generator of any kind
+    wrong_kind = not isinstance(model, KINDS[settings.makes])
     if isinstance(model, Classifier):
-        assert isinstance(settings, SgdSettings)  # it is in their file
-        seen = (settings.features,) if settings.features else schema.shape
-        if (model.shape, model.network) != (seen, settings.network):
-            found.append("the weights are of another network than the settings state")
-        return found
-    plugged = isinstance(settings, PeerSettings) and bool(settings.plugins)
-    if not plugged and isinstance(model, MomentModel) != isinstance(settings, MomentSettings):
+        wrong_shape = model.shape != schema.shape and not getattr(settings, "features", 0)
+        if wrong_kind or wrong_shape:
+            return [*found, "the weights are of another network than the settings state"]
+        return found + settings.wrong_weights(model, known(claim.events))
+    if wrong_kind and not plugged:
         return [*found, "the weights are of another kind than the settings state"]
     if (model.start.shape if isinstance(model, MomentModel) else model.architecture.shape) != schema.shape:
         found.append("the weights make images of another size than the certificate states")
-    if isinstance(model, Generator):
+    if isinstance(model, Generator) and not plugged:
         law, latent = getattr(settings, "latent_law", "normal"), getattr(settings, "latent", None)
-        if not plugged and (model.architecture.latent, model.architecture.latent_law) != (latent, law):
+        if (model.architecture.latent, model.architecture.latent_law) != (latent, law):
             found.append("the weights are of another generator than the settings state")
-    elif isinstance(settings, MomentSettings):
-        found += _moment_weights(settings, model, claim.events)
-    return found
-
-
-def _moment_weights(settings: MomentSettings, model: MomentModel, events: tuple[Event, ...]) -> list[str]:
-    found = []
-    if model.start.means.shape[1] != settings.coordinates:
-        found.append("the weights have another number of coordinates than the settings state")
-    if model.steps == 0:
-        return found
-    if (model.steps, model.maps.shape[-1]) != (settings.texture_steps, settings.texture):
-        found.append("the weights have another texture than the settings state")
-    if not {4, 5, 6, 7} <= {event.step for event in _known(events)}:
-        found.append("the weights have texture, and the ledger no charges for it")
-    return found
+    return found if plugged else found + settings.wrong_weights(model, known(claim.events))
 
 
 CHECKS: tuple[Callable[[Claim], list[str]], ...] = (

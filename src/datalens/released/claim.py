@@ -6,7 +6,7 @@ from typing import Any
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.plans.settings import AnySettings
+from datalens.plans.base import Settings
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget
 from datalens.released.certificate import VERSION
@@ -20,7 +20,7 @@ class Claim:
     """A release, parsed: what it says of itself, and what it holds."""
 
     certificate: dict[str, Any]
-    settings: AnySettings
+    settings: Settings
     schema: Schema
     budget: Budget
     events: tuple[Event, ...]

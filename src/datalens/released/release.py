@@ -10,8 +10,7 @@ import torch
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import REPORT
-from datalens.plans.paid import steps_planned
-from datalens.plans.settings import AnySettings, SgdSettings
+from datalens.plans.base import Settings
 from datalens.privacy.ledger import Ledger
 from datalens.public import streams
 from datalens.released import certificate as certificates
@@ -30,7 +29,7 @@ def write_release(
     run: Path,
     generator: AnyGenerator,
     *,
-    settings: AnySettings,
+    settings: Settings,
     schema: Schema,
     ledger: Ledger,
     completed: int | None = None,
@@ -45,7 +44,7 @@ def write_release(
     """
     if isinstance(generator, Generator):
         generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
-    counts = {"completed": steps_planned(settings) if completed is None else completed, "answered": answered}
+    counts = {"completed": settings.steps_planned if completed is None else completed, "answered": answered}
     picture = draw_picture(generator, schema)
 
     def fill(draft: Path) -> None:
@@ -59,7 +58,7 @@ def write_model(
     run: Path,
     model: Classifier,
     *,
-    settings: SgdSettings,
+    settings: Settings,
     schema: Schema,
     ledger: Ledger,
     completed: int | None = None,
@@ -76,7 +75,7 @@ def write_model(
 
 
 def write_folder(
-    run: Path, fill: Callable[[Path], None], *, settings: AnySettings, schema: Schema, ledger: Ledger
+    run: Path, fill: Callable[[Path], None], *, settings: Settings, schema: Schema, ledger: Ledger
 ) -> Path:
     """What `fill` puts there, the ledger and the certificate; whole, or not at all."""
     draft, target, old = run / "release.new", run / "release", run / "release.old"

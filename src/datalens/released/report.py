@@ -16,7 +16,8 @@ from PIL import Image
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import FORMAT, charts, render, sealed
-from datalens.plans.settings import RELEASES, AnySettings, MomentSettings, SgdSettings, parse_settings
+from datalens.plans.base import Settings
+from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
@@ -72,8 +73,8 @@ def page(release: Path, *, like: bytes = b"") -> bytes:
 def _page(release: Path, like: bytes) -> bytes:
     c = certificates.read_certificate(release)
     budget, events = read_ledger(release / certificates.LEDGER)
-    settings, schema = parse_settings(c["settings"]), Schema.from_dict(c["public"])
-    classifier = isinstance(settings, SgdSettings)
+    settings, schema = read_settings(c["settings"]), Schema.from_dict(c["public"])
+    classifier = settings.makes == "classifier"
     shown = () if classifier else shown_classes(release)
     curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events, like=like)
     releases = grouped(events, settings)
@@ -269,16 +270,14 @@ def _down(value: float | None) -> str | None:
     return f"{float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal_from_float(value)):.4g}"
 
 
-def grouped(events: Sequence[Event], settings: AnySettings) -> list[tuple[Any, ...]]:
+def grouped(events: Sequence[Event], settings: Settings) -> list[tuple[Any, ...]]:
     """What was released, how often, sensitivity, σ and the part of the units that is sampled; equals in one line."""
 
     def line(event: Event) -> tuple[Any, ...]:
         match event:
             case GaussianEvent():
-                name = _KINDS[event.kind] if event.sigma > 0 else "without noise"
-                if isinstance(settings, MomentSettings):
-                    name = RELEASES[event.step].replace("-", " ")
-                return name, event.sensitivity, event.sigma, None
+                kind = _KINDS[event.kind] if event.sigma > 0 else "without noise"
+                return settings.release_name(event) or kind, event.sensitivity, event.sigma, None
             case SubsampledGaussianEvent():
                 return _KINDS[event.kind], event.l2_bound, event.sigma, event.rate
             case OneOfManyEvent():

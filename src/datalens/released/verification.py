@@ -11,7 +11,7 @@ from datalens.data.schema import Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.pages import FORMAT, MOST_BYTES, REPORT, page_format, seal_problem
 from datalens.plans.guidance import budget_warnings, read_off_warnings
-from datalens.plans.settings import parse_settings
+from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
@@ -91,7 +91,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
         check_version(certificate)
         claim = Claim(
             certificate=certificate,
-            settings=parse_settings(certificate["settings"]),
+            settings=read_settings(certificate["settings"]),
             schema=Schema.from_dict(certificate["public"]),
             budget=budget,
             events=events,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.plans.settings import SgdSettings
+from datalens.methods.sgd import SgdSettings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions, options_as_dict
-from datalens.plans.settings import Settings
 from datalens.privacy import bounds
 from datalens.privacy.curves import exact_epsilon, rdp_epsilon
 from datalens.progress import say
@@ -136,7 +136,7 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
     """One panel: train, look, and keep the analysis. The run itself is thrown away: it is nobody's release."""
     seen: list[bounds.Analysis] = []
 
-    def look_with(settings: Settings) -> "Callable[[BoundedSum], None]":
+    def look_with(settings: TopAggSettings) -> "Callable[[BoundedSum], None]":
         at = {"k": settings.k, "threshold": settings.beta * settings.teachers, "sigma": settings.sigma}
         return lambda votes: seen.append(bounds.analyse(votes, **at))  # type: ignore[arg-type]
 
@@ -155,16 +155,17 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
 
 def watched_run(
     options: TrainOptions,
-    look_with: "Callable[[Settings], Callable[[BoundedSum], None]]",
+    look_with: "Callable[[TopAggSettings], Callable[[BoundedSum], None]]",
     compress_with: "Callable[[Compress], Compress] | None" = None,
-) -> Settings:
+) -> TopAggSettings:
     """What `datalens train` does, up to the release, with someone who looks at the votes.
 
     `compress_with`: may look at the gradients that go into them, too; any votes will do then.
     """
     from datalens.data import formats
-    from datalens.methods import datalens
-    from datalens.plans.plan import topagg_plan
+    from datalens.methods import topagg
+    from datalens.plans.base import Place
+    from datalens.plans.registry import make_plan
     from datalens.privacy.mechanisms import make_mechanism
     from datalens.privacy.noise import open_noise
     from datalens.private.partition import check_enough
@@ -174,11 +175,12 @@ def watched_run(
 
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
-    budget, settings = topagg_plan(options, records.schema)
+    budget, settings = make_plan(options, records.schema)
+    assert isinstance(settings, topagg.TopAggSettings)
     if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
         raise ValueError("Theorem 5 is about votes that are thresholded: nothing else has a likely outcome")
     with World.start(options.device) as world:
-        shares = datalens.gather(records, settings, world=world)
+        shares = topagg.gather(records, settings, Place(device=world.device, folder=options.out, world=world))
         check_enough(shares.count, settings.teachers)
         run = Run.create(
             options.out,
@@ -189,9 +191,9 @@ def watched_run(
             data_sha256=f"{shares.fingerprint % 2**256:064x}",
         )
         try:
-            compress = datalens.make_compress(settings)
+            compress = topagg.make_compress(settings)
             crowd = Crowd(
-                datalens.make_teachers(shares, settings, records.schema, chunk=options.chunk),
+                topagg.make_teachers(shares, settings, records.schema, chunk=options.chunk),
                 compress if compress_with is None else compress_with(compress),
                 world=world,
                 count=settings.teachers,
@@ -202,13 +204,13 @@ def watched_run(
             draws = settings.steps * settings.batch * settings.basis_size
             with open_noise(settings.noise, settings.sigma, draws=draws) as noise:
                 mechanism = make_mechanism(settings.sigma, noise)
-                datalens.train(run, watched, settings, mechanism=mechanism, device=world.device)
+                topagg.learn(run, watched, settings, mechanism=mechanism, device=world.device)
         finally:
             run.close()
     return settings
 
 
-def summary(seen: list[bounds.Analysis], settings: Settings) -> dict[str, Any]:
+def summary(seen: list[bounds.Analysis], settings: TopAggSettings) -> dict[str, Any]:
     """The figures of a panel, in plain numbers; None (JSON: null) is inapplicable."""
     s = settings
     log_agree = np.concatenate([analysis.log_agree for analysis in seen])
@@ -240,7 +242,7 @@ def summary(seen: list[bounds.Analysis], settings: Settings) -> dict[str, Any]:
     }
 
 
-def whatever_the_votes(settings: Settings) -> dict[str, Any]:
+def whatever_the_votes(settings: TopAggSettings) -> dict[str, Any]:
     """What follows from the settings alone: how likely the likeliest outcome can be at most, and would have to be."""
     s, d = settings, settings.basis_size
     applies, pays = bounds.needed_agreement(k=s.k, sigma=s.sigma)
@@ -258,12 +260,13 @@ def whatever_the_votes(settings: Settings) -> dict[str, Any]:
 def alike() -> list[dict[str, Any]]:
     """The sets that are not plotted, by the settings that the paper prints for them."""
     from datalens.data.named import sources
-    from datalens.plans.plan import topagg_plan
+    from datalens.plans.registry import make_plan
 
     found = []
     for name, data in ALIKE.items():
         options = TrainOptions(out=Path(), data=data, **_PRINTED)  # type: ignore[arg-type]
-        _, settings = topagg_plan(options, sources.schema(data))
+        _, settings = make_plan(options, sources.schema(data))
+        assert isinstance(settings, TopAggSettings)
         found.append({"name": name, **whatever_the_votes(settings)})
     return found
 

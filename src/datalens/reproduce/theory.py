@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datalens.errors import DatalensError
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
-from datalens.plans.settings import Settings
 from datalens.progress import bar, say
 from datalens.public import theorem6 as theorem
 from datalens.public import theorem6_choose
@@ -164,7 +164,7 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
     return summary(crew, np.concatenate(seen), settings)
 
 
-def summary(crew: Crew, curves: NDArray[np.float64], s: Settings) -> dict[str, Any]:
+def summary(crew: Crew, curves: NDArray[np.float64], s: TopAggSettings) -> dict[str, Any]:
     mean = curves.mean(axis=0)
     fitted = leftovers.fit(mean)
     facts: dict[str, Any] = {

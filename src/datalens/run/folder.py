@@ -28,7 +28,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.files import for_the_owner, load_tensors, save_tensors, sync_directory, write_atomically
-from datalens.plans.settings import AnySettings, parse_settings
+from datalens.plans.base import Settings
+from datalens.plans.registry import read_settings
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.run import live
@@ -51,7 +52,7 @@ class Stateful(Protocol):
 
 
 class Spread(Protocol):
-    """Teachers, on whichever ranks they are (see `crowd.Crowd`)."""
+    """Teachers, on whichever ranks they are (see `run.remote_teachers.Crowd`)."""
 
     def state_bytes(self) -> int: ...
 
@@ -90,7 +91,7 @@ class Run:
     def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
         self.path = path
         self.config = config
-        self.settings = parse_settings(config["settings"])
+        self.settings = read_settings(config["settings"])
         self.schema = Schema.from_dict(config["schema"])
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
@@ -113,7 +114,7 @@ class Run:
         path: Path,
         *,
         options: dict[str, Any],
-        settings: AnySettings,
+        settings: Settings,
         budget: Budget,
         schema: Schema,
         data_sha256: str,
@@ -122,8 +123,8 @@ class Run:
     ) -> "Run":
         """A new directory, written whole beside its place and then moved there; nothing existing is touched.
 
-        `launch`: which call of torchrun began it (see `distributed.launch`). `data_budget` sets this run aside (see
-        `spending.begin`): asked last, when all else that can fail has not.
+        `launch`: which call of torchrun began it (see `run.ranks.launch`). `data_budget` sets this run aside (see
+        `reservation.begin`): asked last, when all else that can fail has not.
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)

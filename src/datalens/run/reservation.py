@@ -11,11 +11,10 @@ from typing import IO, Any, Protocol
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.peers.settings import PeerSettings
-from datalens.plans.guidance import costs
-from datalens.plans.settings import AnySettings, MomentSettings, SgdSettings, parse_settings
+from datalens.plans.base import Settings
+from datalens.plans.registry import read_settings
 from datalens.privacy.budget import DataBudget
-from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, NoiseOrigin
+from datalens.privacy.events import Charge
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import counted, say
@@ -23,35 +22,9 @@ from datalens.run.folder import Run, read_config, write_atomically
 from datalens.run.places import check_vacant
 
 
-def planned(settings: AnySettings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
+def planned(settings: Settings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
     """(event, how many times) of the whole run, before the first record is read."""
-    if isinstance(settings, PeerSettings):
-        return [(part.event, part.times) for part in settings.schedule(schema, budget)]
-    origin: NoiseOrigin = "seeded" if settings.noise_seeded else "operating-system"
-    if isinstance(settings, SgdSettings):
-        from datalens.methods.sgd_plan import schedule_of
-
-        schedule = schedule_of(settings, schema).schedule
-        return [(schedule.event(repeats=schedule.steps, step=0, noise=origin), 1)]
-    facts: dict[str, Any] = {"relation": budget.relation, "queries": 0, "step": 0, "noise": origin}
-    if isinstance(settings, MomentSettings):
-        releases = [
-            facts
-            | {"row_unit": "record", "l2_bound": settings.l2_bound(name), "diameter": settings.diameter(name)}
-            | {"sigma": part["sigma"], "coordinates": part["cells"]}
-            for name, part in zip(settings.releases, costs(settings, schema, budget), strict=True)
-        ]
-        return [(_gaussian(settings.noise, release), 1) for release in releases]
-    bound = settings.l2_bound
-    votes = facts | {"row_unit": "teacher", "l2_bound": bound, "diameter": 2 * bound}
-    votes |= {"sigma": settings.sigma, "coordinates": settings.batch * settings.cells}
-    return [(_gaussian(settings.noise, votes), settings.steps)]
-
-
-def _gaussian(law: str, facts: dict[str, Any]) -> GaussianEvent:
-    if law == "discrete-gaussian":
-        return DiscreteGaussianEvent(**facts)
-    return GaussianEvent(**{name: value for name, value in facts.items() if name != "coordinates"})
+    return [(part.event, part.times) for part in settings.schedule(schema, budget)]
 
 
 DECIDED = (
@@ -70,14 +43,14 @@ class Asked(Protocol):
     def record_id(self) -> str | None: ...
 
 
-def check_room(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> None:
+def check_room(options: Asked, settings: Settings, schema: Schema, budget: Budget) -> None:
     """Before the long reading: would there be room?"""
     if options.budget is not None:
         with DataBudget.open(options.budget) as data:
             data.check(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
 
 
-def reserve(options: Asked, settings: AnySettings, schema: Schema, budget: Budget) -> dict[str, str] | None:
+def reserve(options: Asked, settings: Settings, schema: Schema, budget: Budget) -> dict[str, str] | None:
     """Before a run begins: set aside all it may charge. What config.json keeps of it, to show it again on --resume."""
     folder = options.budget
     if folder is None:
@@ -89,14 +62,14 @@ def reserve(options: Asked, settings: AnySettings, schema: Schema, budget: Budge
     return {"folder": str(folder.absolute()), "run": run}
 
 
-def begin(asked: Asked, out: Path, *, settings: AnySettings, schema: Schema, budget: Budget, **facts: Any) -> Run:
+def begin(asked: Asked, out: Path, *, settings: Settings, schema: Schema, budget: Budget, **facts: Any) -> Run:
     """Create a run in `out`, with its reservation. What can be refused is refused before anything is set aside.
 
     `facts`: the other arguments of `Run.create`.
     """
     try:  # what would be written must be readable again
         Schema.from_dict(json.loads(json.dumps(schema.as_dict())))
-        parse_settings(json.loads(json.dumps(settings.as_dict())))
+        read_settings(json.loads(json.dumps(settings.as_dict())))
     except (ValueError, TypeError, KeyError) as error:
         raise DatalensError(f"this run could not be opened again ({error}), and nothing was set aside for it") from None
     with _alone_beginning(out):
@@ -133,15 +106,15 @@ def _locked(path: Path) -> IO[bytes]:
         lock.close()
 
 
-def _facts(options: Asked, settings: AnySettings, schema: Schema) -> dict[str, Any]:
-    """`GradientGate` charges no step twice; elsewhere what an interruption lost is charged again.
+def _facts(options: Asked, settings: Settings, schema: Schema) -> dict[str, Any]:
+    """What a reservation is about.
 
     Persons by other ids are other units: what is paid for a visit does not add up to what is paid for a patient.
     """
     unit = f"one {schema.record_unit}"
     if schema.by_person:
         unit += f", by {options.record_id or 'ids from Python'}"
-    return {"data": schema.name, "unit": unit, "final": isinstance(settings, SgdSettings)}
+    return {"data": schema.name, "unit": unit, "final": settings.charges_once}
 
 
 @contextlib.contextmanager

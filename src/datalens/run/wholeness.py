@@ -9,8 +9,7 @@ import math
 from pathlib import Path
 
 from datalens.errors import DatalensError, TamperedError
-from datalens.plans.paid import steps_paid
-from datalens.plans.settings import AnySettings
+from datalens.plans.base import Settings, known
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger
 
@@ -24,7 +23,7 @@ def used(ledger: Ledger, answered: int | None) -> dict[str, str]:
     return facts if answered is None else {**facts, "answered": str(answered)}
 
 
-def check_whole(run: Path, *, settings: AnySettings, ledger: Ledger, checkpoint: Path) -> None:
+def check_whole(run: Path, *, settings: Settings, ledger: Ledger, checkpoint: Path) -> None:
     """Compare the ledger with all that was made from its charges: released values, the checkpoint, the last release.
 
     Raises:
@@ -61,14 +60,14 @@ def _unpaid_values(journal: Journal, ledger: Ledger) -> str | None:
     return f"journal/{names[0]} is a released value that none of them paid for" if names else None
 
 
-def _unpaid_checkpoint(path: Path, settings: AnySettings, ledger: Ledger) -> str | None:
+def _unpaid_checkpoint(path: Path, settings: Settings, ledger: Ledger) -> str | None:
     """Read the file's header alone; what else is wrong with it is found when it is loaded."""
     facts = read_facts(path)
     if "chain" in facts:
         charges = int(facts["charges"]) if facts.get("charges", "").isdecimal() else -1
         if ledger.chain(charges) != facts["chain"]:
             return f"the checkpoint was written after charge {facts.get('charges')} of another one"
-    step, paid = facts.get("step", ""), steps_paid(settings, ledger.events)
+    step, paid = facts.get("step", ""), settings.steps_paid(known(ledger.events))
     if step.isdecimal() and int(step) > paid:
         return f"the checkpoint has learned from {step} steps, of which they pay for {paid}"
     return None

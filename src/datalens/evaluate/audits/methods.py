@@ -24,9 +24,9 @@ from datalens.data.schema import Schema
 from datalens.evaluate.audits.claim import ACCOUNTANT, Question, Trials
 from datalens.evaluate.audits.mechanism import make_mechanism
 from datalens.evaluate.audits.votes import LISTED
+from datalens.methods import dpmerf
 from datalens.options import TrainOptions
-from datalens.peers import dpmerf
-from datalens.plans.plan import make_plan
+from datalens.plans.registry import make_plan
 from datalens.privacy import audit
 from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.curves import exact_epsilon

@@ -25,10 +25,9 @@ from datalens.bounded.outer import Outer, sum_outer
 from datalens.data.schema import Schema
 from datalens.evaluate.audits.claim import Claim
 from datalens.evaluate.audits.mechanism import make_mechanism
-from datalens.methods.moments import noise_for
+from datalens.methods.moments import RELEASES, MomentSettings, noise_for
 from datalens.options import TrainOptions
-from datalens.plans.plan import make_plan
-from datalens.plans.settings import RELEASES, MomentSettings
+from datalens.plans.registry import make_plan
 from datalens.privacy import audit
 from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.events import Event, NoiseLaw

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
 from datalens.evaluate.audits.claim import Question, Trials
-from datalens.peers.gpate import CHECK, DIGITS
+from datalens.methods.gpate import CHECK, DIGITS
 from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import LaplaceEvent
 from datalens.privacy.ledger import Ledger

@@ -20,10 +20,11 @@ from datalens.data import formats
 from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import Schema
 from datalens.evaluate.audits.mechanism import make_mechanism
-from datalens.methods import datalens as method
+from datalens.methods import topagg as method
+from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
-from datalens.plans.plan import topagg_plan
-from datalens.plans.settings import Settings
+from datalens.plans.base import Place
+from datalens.plans.registry import make_plan
 from datalens.privacy.events import Relation
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import Mechanism
@@ -34,6 +35,7 @@ from datalens.run.folder import Run
 from datalens.run.ranks import World
 from datalens.run.remote_teachers import Crowd, Fakes
 
+HERE = Place(device=torch.device("cpu"), folder=Path("nowhere"))
 SIDE = 8
 SCHEMA = Schema(name="audit", height=SIDE, width=SIDE, channels=1, classes=("0", "1"), nominal_size=1000)
 FIRST = 2  # steps of a teacher before its first votes
@@ -44,7 +46,7 @@ WIDTH = 64  # coordinates a teacher votes on: all there are, so that a record in
 class Setup:
     """What is the same in all runs of an audit."""
 
-    settings: Settings
+    settings: TopAggSettings
     budget: Budget
 
     def mechanism(self, *, weaken: float = 1.0) -> Mechanism:
@@ -52,9 +54,7 @@ class Setup:
 
     def shares(self, images: np.ndarray, labels: np.ndarray, names: list[str] | None) -> Shares:
         ids = None if names is None else np.array(names)
-        return method.gather(
-            Dataset(schema=SCHEMA, images=images, labels=labels, ids=ids), self.settings, world=World()
-        )
+        return method.gather(Dataset(schema=SCHEMA, images=images, labels=labels, ids=ids), self.settings, HERE)
 
 
 def make_setup(
@@ -74,7 +74,8 @@ def make_setup(
         teacher_steps=1,
         k=WIDTH,
     )
-    budget, settings = topagg_plan(options, SCHEMA)
+    budget, settings = make_plan(options, SCHEMA)
+    assert isinstance(settings, TopAggSettings)
     return Setup(budget=budget, settings=dataclasses.replace(settings, teacher_steps_first=FIRST))
 
 
@@ -124,7 +125,7 @@ class _Journal:
 
 @dataclass(kw_only=True)
 class _Run:
-    """As much of `runs.Run` as the training loop asks for, and nothing on disk."""
+    """As much of `run.folder.Run` as the training loop asks for, and nothing on disk."""
 
     schema: Schema
     ledger: Ledger
@@ -145,7 +146,7 @@ def watch(
     crowd = method.make_crowd(actual, s, SCHEMA, world=World(), folder=Path("nowhere"))
     watched = _Watched(crowd, setup, twins)
     run = _Run(schema=SCHEMA, ledger=Ledger.in_memory(setup.budget), journal=_Journal())
-    method.train(cast(Run, run), cast(Crowd, watched), s, mechanism=mechanism, device=torch.device("cpu"))
+    method.learn(cast(Run, run), cast(Crowd, watched), s, mechanism=mechanism, device=torch.device("cpu"))
     told = zip(run.journal.kept, watched.rows, strict=True)
     return [Observed(released=released.value, rows=rows) for released, rows in told], run.ledger.spent()
 

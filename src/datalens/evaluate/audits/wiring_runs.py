@@ -24,14 +24,10 @@ from datalens.data.own.reading import Reading
 from datalens.errors import DatalensError
 from datalens.evaluate.audits.wiring_tape import Killed, Tape
 from datalens.methods import sgd
-from datalens.methods.sgd_plan import SgdOptions
-from datalens.options import TrainOptions
-from datalens.peers.table import METHODS, method_named
-from datalens.peers.table import PRESETS as PEER_PRESETS
-from datalens.plans.plan import make_plan
+from datalens.methods.sgd import SgdOptions
+from datalens.options import COMPRESSORS, TrainOptions
 from datalens.plans.plugins import available
-from datalens.plans.presets import PRESETS
-from datalens.plans.settings import COMPRESSORS
+from datalens.plans.registry import OURS, make_plan, method_named, names
 from datalens.privacy.events import Relation
 from datalens.run.reservation import planned
 
@@ -185,7 +181,7 @@ def subjects(method: str | None = None) -> Iterator[Subject]:
 def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, options) of every method, compressor and mechanism there is, ours and others', and of `datalens sgd`."""
     votes: dict[str, Any] = {"method": "datalens", "preset": "quick", "warm_start": "off"} | SIZES | TINY
-    for name in PRESETS if method is None else {method} & set(PRESETS):
+    for name in OURS if method is None else {method} & set(OURS):
         if name != "datalens":
             yield name, {"method": name} | SIZES | TINY
             continue
@@ -195,11 +191,14 @@ def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         for mechanism in available("mechanisms"):
             yield f"datalens {mechanism}", votes | {"mechanism": mechanism}
     theirs = available("methods")
-    for name in (*METHODS, *theirs) if method is None else {method} & {*METHODS, *theirs}:
-        known = method_named(name).options
+    for name in [other for other in (*names(), *theirs) if other not in OURS and method in (None, other)]:
+        known, preset = method_named(name).options, method_named(name).presets[-1]
         sizes = {option: value for option, value in (SIZES | TINY).items() if option in known}
         for choice in _choices(known):
-            yield " ".join((name, *choice.values())), {"method": name, "preset": PEER_PRESETS[-1]} | sizes | choice
+            yield (
+                " ".join((name, *choice.values())),
+                {"method": name, "preset": preset} | sizes | choice,
+            )
     if method in (None, SGD):
         yield SGD, {}
 

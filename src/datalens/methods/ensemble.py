@@ -3,17 +3,23 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
-from datalens.peers.settings import PeerSettings, asked
-from datalens.plans.presets import HIDDEN
+from datalens.plans.base import Place, StepSettings, asked
+from datalens.private.networks import Network, network_named
+from datalens.private.partition import rule_named
+from datalens.private.shares import Shares
+from datalens.private.teachers import Teachers
+from datalens.public.basis import make_basis
 
+HIDDEN = {"spectral": 16, "compact": 16, "paper": 256, "printed": 256}  # units of the teachers' dense layer
 OPTIONS = ("teachers", "network", "basis", "basis_size", "teacher_steps", "batch", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnsembleSettings(PeerSettings):
+class EnsembleSettings(StepSettings):
     """`batch` images are asked about in a step."""
 
     teachers: int
@@ -65,6 +71,29 @@ def teacher_values(options: TrainOptions, schema: Schema, *, records_each: int) 
     full = schema.dimensions
     values.setdefault("basis_size", full if values["basis"] == "pixel" else min(64, full))
     values["hidden"] = HIDDEN[values["network"]]
-    # A replaced record keeps its position, but not its hash (see `plan.topagg_plan`).
+    # A replaced record keeps its position, but not its hash (see `methods.topagg.plan`).
     values["shares"] = "balanced" if options.relation == "replace-one" else "hashed"
     return values
+
+
+def share_out(records: Records, settings: EnsembleSettings, place: Place) -> Shares:
+    """Every record into exactly one share, as the features that its teacher sees."""
+    rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
+    features = _network(settings, records.schema).record_features
+    return Shares.gather(records, rule, features=features, device=place.device)
+
+
+def make_teachers(shares: Shares, s: EnsembleSettings, schema: Schema) -> Teachers:
+    return Teachers(
+        _network(s, schema),
+        shares,
+        batch=s.teacher_batch,
+        learning_rate=s.teacher_rate,
+        weight_decay=s.teacher_weight_decay,
+        seed=s.seed,
+    )
+
+
+def _network(s: EnsembleSettings, schema: Schema) -> Network:
+    basis = make_basis(s.basis, schema.shape, s.basis_size)
+    return network_named(s.network, basis, len(schema.classes), hidden=s.hidden)

@@ -1,26 +1,50 @@
-"""GANs whose critic learns by DP-SGD: DP-GAN (Xie et al. 2018), and "Private GANs, revisited" (Bie et al. 2023).
+"""GANs whose critic learns by DP-SGD; the generator learns from the critic, which is released with every step.
 
-The generator learns from the critic, which is released with every step: the noise is in its gradients on records.
+DP-GAN (Xie, Lin, Wang, Wang, Zhou 2018): a Wasserstein GAN. The critic's weights are clipped to a small box after every
+step, which bounds its slopes. Differs from the paper: gradients are clipped example by example (weight clipping alone
+bounds them by constants that are not computed in practice; the published code adds noise to a batch mean that nothing
+bounds); Poisson samples; Adam; labels; an average of the generator's weights; priced by the ledger, where the published
+code has no accountant.
+
+DP-SGD-GAN, after "Private GANs, revisited" (Bie, Kamath, Zhang 2023): many steps of a noisy critic for one of the
+generator. Differs from the paper: gradients on fakes are clipped like those on records, but get no noise: they are not
+private. Noise and samples come from the operating system; batches are large and steps few, which costs less time at
+the same ε; the generator that is released has the average of its last weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from datalens.bounded.norm_topk import NormTopK
+from datalens.data.records import Records
 from datalens.data.schema import Schema
-from datalens.errors import DatalensError
+from datalens.errors import BudgetExceeded, DatalensError
 from datalens.options import TrainOptions
-from datalens.peers.settings import Part, PeerSettings, asked, common
+from datalens.plans.base import Method, Part, Place, StepSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
+from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import Charge, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget
+from datalens.privacy.noise import SecureNoise, SeededNoise
+from datalens.private.critic_rows import sum_gradients
+from datalens.private.pool import Pool
+from datalens.public.critic import fresh_critic
+from datalens.public.learner import Learner
+from datalens.released.critic import fake_gradient, fakes, learn
+from datalens.released.generator import Generator, fresh_generator
+from datalens.run.folder import Alone, Run
 
 # Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
 ROUNDING, LEAST_CLIP = 1e-6, 1e-12  # as in `bounded.norm_topk`, which takes too long to import for a plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyCriticSettings(PeerSettings):
+class NoisyCriticSettings(StepSettings):
     """`steps` are blocks, charged one by one, of `block` steps of the critic each."""
 
     method: Literal["dpgan", "dpsgd-gan"]
@@ -59,7 +83,7 @@ class NoisyCriticSettings(PeerSettings):
         """Blocks, charged whole."""
         return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent)) // self.block
 
-    def mechanism(self, budget: Budget) -> dict[str, str]:
+    def mechanism_said(self, budget: Budget) -> dict[str, str]:
         return {
             "name": "sums of a critic's clipped gradients over Poisson samples of records with Gaussian noise (DP-SGD)",
             "sensitivity": "clip per step, when a record is in the sample: one record has one gradient",
@@ -150,3 +174,67 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         accountant=budget.pricing(),
     )
     return NoisyCriticSettings(**settings, sigma=sigma)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def real_loss(says: Tensor) -> Tensor:
+    return F.softplus(-says)
+
+
+def fake_loss(says: Tensor) -> Tensor:
+    return F.softplus(says)
+
+
+Loss = Callable[[Tensor], Tensor]
+# What the critic is to make small on records and on fakes; the generator's is that of records, on its own images.
+LOSSES: dict[str, tuple[Loss, Loss]] = {"dpgan": (torch.neg, torch.clone), "dpsgd-gan": (real_loss, fake_loss)}
+
+
+def gather(records: Records, settings: NoisyCriticSettings, place: Place) -> Pool:
+    return Pool.gather(records, device=place.device)
+
+
+def train(run: Run, pool: Pool, settings: NoisyCriticSettings, place: Place) -> Generator:
+    s, schema, device = settings, run.schema, place.device
+    on_records, on_fakes = LOSSES[s.method]
+    classes = len(schema.classes)
+    generator = fresh_generator(schema.shape, classes, latent=s.latent, seed=s.seed, slim=s.slim).to(device)
+    student = Learner(generator, rate=s.generator_rate, average=s.average)
+    network = fresh_critic(schema.shape, classes, width=s.width, seed=s.seed).to(device)
+    critic = Learner(network, rate=s.critic_rate)
+    rows = NormTopK(clip=s.clip, selector="none")
+    noise = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
+    whole = Schedule(sigma=s.sigma, rate=s.rate, steps=s.steps * s.block, unit=rows.bound, l2_bound=rows.l2_bound)
+    gate = GradientGate(run.ledger, whole, noise, blocks=s.steps)
+
+    for block in run.steps(s.steps, student=student, teachers=Alone(critic, run.path / "checkpoints")):
+        for step in range(block * s.block, (block + 1) * s.block):
+            sample = torch.from_numpy(poisson_sample(noise, pool.count, s.rate))
+            try:
+                noisy = gate.release(sum_gradients(network, pool, sample, on_records, rows))
+            except BudgetExceeded:  # an interruption cost a block: the run ends with fewer, never over budget
+                return student.averaged()
+            with torch.no_grad():
+                images, labels = fakes(generator, s.fakes, seed=s.seed, purpose="critic", step=step)
+            learn(critic, noisy, fake_gradient(network, images, labels, on_fakes, clip=s.clip), batch=s.batch)
+            if s.weight_clip > 0:
+                with torch.no_grad():
+                    for weight in network.parameters():
+                        weight.clamp_(-s.weight_clip, s.weight_clip)
+            if (step + 1) % s.critic_steps == 0:
+                images, labels = fakes(generator, s.fakes, seed=s.seed, purpose="generator", step=step)
+                student.step(on_records(network(images, labels)).mean())
+        run.log(block)
+    return student.averaged()
+
+
+METHOD = Method(
+    settings=NoisyCriticSettings,
+    plan=plan,
+    gather=gather,
+    train=train,
+    options=frozenset({"steps", "batch", "clip", "teacher_steps"}),
+    accountant="rdp-improved",
+)
