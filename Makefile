@@ -42,7 +42,7 @@ check: $(STAMP)
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --cov=datalens --cov-report=
-	$(BIN)/python -m coverage report --include='*/datalens/privacy/*,*/datalens/bounded/*,*/datalens/private/partition.py' \
+	$(BIN)/python -m coverage report --include='*/datalens/privacy/*,*/datalens/bounded/*,*/datalens/private/partition.py,*/datalens/files.py' \
 	  --show-missing --fail-under=100
 
 docs: $(STAMP)

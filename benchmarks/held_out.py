@@ -9,7 +9,7 @@ import torch
 
 from datalens.data import formats
 from datalens.evaluate.utility import train_classifier
-from datalens.released.release import draw
+from datalens.released.drawing import draw
 
 COUNT, EPOCHS = 20_000, 8  # images a classifier is trained on, and for how long
 

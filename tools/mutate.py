@@ -68,6 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_norm_topk.py::test_the_kernels_limit_is_exact_where_sums_are",
         "unit/test_norm_topk.py::test_whole_rows_give_the_same_sum",
     ),
+    "files.py": ("unit/test_files.py",),
     "privacy/journal.py": ("unit/test_journal.py", "unit/test_survivors.py", "unit/test_parts.py"),
     "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
     "privacy/mechanisms.py": (

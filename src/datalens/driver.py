@@ -98,7 +98,7 @@ def _closing(run: Run) -> str:
     planned, counted = settings.steps_planned, settings.step_name
     short = "" if run.interrupted or steps == planned or counted != "steps" else f" of {planned}"
     lost = 0 if settings.one_charge else len(run.ledger.events) - steps
-    wasted = f" ({lost} of the charges went to releases that an interruption lost)" if lost > 0 else ""
+    wasted = f" ({lost} more charged, and lost by an interruption)" if lost > 0 else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     return (
         f"{state} {steps}{short} {counted}{wasted}, spent {budget.describe(run.ledger.spent())}.{_stamp(run)} "

@@ -166,7 +166,7 @@ def test_a_set_of_copies_is_exit_1(datalens, trained, tmp_path):
     """A certificate does not save it."""
     from datalens.data import formats
     from datalens.released.loading import load
-    from datalens.released.saving import save
+    from datalens.released.synthetic import save
 
     datalens("sample", trained, "--out", tmp_path / "s.npz", "--count", 300).succeeded()
     real = formats.load("digits")

@@ -61,7 +61,7 @@ def test_resume_does_not_reserve_twice(
 
     out = tmp_path / "a"
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_lead", crash)
+        patch.setattr(driver, "_opening", crash)
         with pytest.raises(RuntimeError, match="kill -9"):
             datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out)
     assert len(left(datalens, budget)["runs"]) == 1  # charged, though nothing was released

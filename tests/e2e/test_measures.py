@@ -107,8 +107,7 @@ def test_a_file_with_too_few_images(datalens, trained, tmp_path):
 
 def test_a_set_that_holds_training_images_is_flagged(datalens, tmp_path):
     from datalens.data.named import sources
-    from datalens.released.saving import save
-    from datalens.released.synthetic import SyntheticDataset
+    from datalens.released.synthetic import SyntheticDataset, save
 
     real = sources.load("digits")
     stolen = SyntheticDataset(

@@ -311,10 +311,14 @@ def test_a_plan_reads_nothing(datalens, monkeypatch):
 
 def test_ranks_are_refused_in_a_line(datalens, monkeypatch, tmp_path):
     from datalens import driver
+    from datalens.data.named import sources
+    from datalens.options import TrainOptions
+    from datalens.plans.registry import make_plan, method_of
     from datalens.run.ranks import World
 
+    settings = make_plan(TrainOptions(out=tmp_path), sources.schema("digits"))[1]
     with pytest.raises(Exception, match="one process"):
-        driver._check_alone(World(rank=0, size=2))
+        driver._check_ranks(settings, method_of(settings), World(rank=0, size=2))
 
 
 @pytest.mark.parametrize("channels", [2, 4])

@@ -16,8 +16,7 @@ from PIL import Image, PngImagePlugin
 
 from datalens.released.extras import extras
 from datalens.released.loading import load
-from datalens.released.saving import save
-from datalens.released.synthetic import SyntheticDataset
+from datalens.released.synthetic import SyntheticDataset, save
 from tests.e2e.conftest import call
 from tests.e2e.test_forgeries import METHODS
 

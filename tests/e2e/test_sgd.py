@@ -106,14 +106,14 @@ def test_settings_that_do_not_fit_the_ledger_are_found(
 ) -> None:
     from datalens.data.schema import Schema
     from datalens.methods.sgd import SgdSettings
-    from datalens.released.checks import _sgd
 
     certificate = json.loads((trained[0] / "release" / "certificate.json").read_text(encoding="utf-8"))
     settings = SgdSettings.from_dict({**certificate["settings"], **change})
-    _, events = read_ledger(trained[0] / "release" / "ledger.jsonl")
+    budget, events = read_ledger(trained[0] / "release" / "ledger.jsonl")
     schema = Schema.from_dict(certificate["public"])
-    assert any(said in problem for problem in _sgd(settings, schema, events))
-    assert _sgd(SgdSettings.from_dict(certificate["settings"]), schema, events) == []
+    assert any(said in problem for problem in settings.disagreements(schema, budget, events))
+    own = SgdSettings.from_dict(certificate["settings"])
+    assert own.disagreements(schema, budget, events) == []
 
 
 def test_the_released_model_is_the_one_that_was_measured(trained: tuple[Path, dict[str, Any]], datalens: Any) -> None:

@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load, save
 
 from datalens.data import formats, idx
-from datalens.data.images import decode
 from datalens.data.named.layouts import by_attributes
 from datalens.data.parquet import parquet_records
+from datalens.data.pixels import decode
 from datalens.data.records import collect
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError

@@ -32,11 +32,11 @@ from PIL import Image
 
 from datalens.cli.main import main
 from datalens.data import formats, idx
-from datalens.data.images import decode
-from datalens.data.named import folders, sources
+from datalens.data.named import layouts, sources
 from datalens.data.named.layouts import by_attributes
 from datalens.data.own.reading import Reading
 from datalens.data.parquet import parquet_records
+from datalens.data.pixels import decode
 from datalens.data.records import collect
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
@@ -45,8 +45,7 @@ from datalens.privacy.ledger import Ledger, _line, read_ledger
 from datalens.released.certificate import certificate_bytes, own_hash
 from datalens.released.loading import load
 from datalens.released.release import load_generator
-from datalens.released.saving import save
-from datalens.released.synthetic import SyntheticDataset
+from datalens.released.synthetic import SyntheticDataset, save
 from datalens.released.verification import check_release
 from datalens.run.folder import Run, _damage_explained, load_part, load_tensors, read_config
 
@@ -153,15 +152,15 @@ PARTITION = b"1.jpg 0\n2.jpg 0\n3.jpg 1\n4.jpg 2\n"
 
 def celeba(name: str) -> Callable[[Path, Path], Parse]:
     def prepare(_: Path, folder: Path) -> Parse:
-        (folder / folders.CELEBA_IMAGES).mkdir()
+        (folder / layouts.CELEBA_IMAGES).mkdir()
         for number in range(1, 5):
-            (folder / folders.CELEBA_IMAGES / f"{number}.jpg").write_bytes(picture("JPEG"))
-        (folder / folders.CELEBA_ATTRIBUTES).write_bytes(ATTRIBUTES)
-        (folder / folders.CELEBA_SPLITS).write_bytes(PARTITION)
+            (folder / layouts.CELEBA_IMAGES / f"{number}.jpg").write_bytes(picture("JPEG"))
+        (folder / layouts.CELEBA_ATTRIBUTES).write_bytes(ATTRIBUTES)
+        (folder / layouts.CELEBA_SPLITS).write_bytes(PARTITION)
 
         def parse(folder: Path, content: bytes) -> object:
             (folder / name).write_bytes(content)
-            return collect(folders.celeba(folder, COLOUR, "train", columns=["male"], label=by_attributes, crop=8))
+            return collect(layouts.celeba(folder, COLOUR, "train", columns=["male"], label=by_attributes, crop=8))
 
         return parse
 
@@ -169,26 +168,26 @@ def celeba(name: str) -> Callable[[Path, Path], Parse]:
 
 
 PLACES = {
-    folders.PLACES_HIERARCHY: b"x,a,b,c,sea,hill\n'/b/beach',0,0,0,1,0\n'/c/cliff',0,0,0,0,1\n",
-    folders.PLACES_CATEGORIES: b"/b/beach 0\n/c/cliff 1\n",
-    folders.PLACES_VAL_LIST: b"v1.jpg 0\nv2.jpg 1\n",
+    layouts.PLACES_HIERARCHY: b"x,a,b,c,sea,hill\n'/b/beach',0,0,0,1,0\n'/c/cliff',0,0,0,0,1\n",
+    layouts.PLACES_CATEGORIES: b"/b/beach 0\n/c/cliff 1\n",
+    layouts.PLACES_VAL_LIST: b"v1.jpg 0\nv2.jpg 1\n",
 }
 
 
 def places(name: str, split: str) -> Callable[[Path, Path], Parse]:
     def prepare(_: Path, folder: Path) -> Parse:
         for where in ("b/beach/1.jpg", "c/cliff/1.jpg"):
-            (folder / folders.PLACES_TRAIN / where).parent.mkdir(parents=True)
-            (folder / folders.PLACES_TRAIN / where).write_bytes(picture("JPEG"))
-        (folder / folders.PLACES_VAL).mkdir()
+            (folder / layouts.PLACES_TRAIN / where).parent.mkdir(parents=True)
+            (folder / layouts.PLACES_TRAIN / where).write_bytes(picture("JPEG"))
+        (folder / layouts.PLACES_VAL).mkdir()
         for number in (1, 2):
-            (folder / folders.PLACES_VAL / f"v{number}.jpg").write_bytes(picture("JPEG"))
+            (folder / layouts.PLACES_VAL / f"v{number}.jpg").write_bytes(picture("JPEG"))
         for file, content in PLACES.items():
             (folder / file).write_bytes(content)
 
         def parse(folder: Path, content: bytes) -> object:
             (folder / name).write_bytes(content)
-            return collect(folders.places(folder, COLOUR, split, groups=("sea", "hill"), images_each=2))
+            return collect(layouts.places(folder, COLOUR, split, groups=("sea", "hill"), images_each=2))
 
         return parse
 
@@ -470,9 +469,9 @@ PARSERS: dict[str, Parser] = {
         valid=without_run(npz(labels=np.arange(6, dtype=np.uint64) % 2)), parse=own_npz
     ),
     "parquet": Parser(valid=without_run(parquet()), parse=shards, may_die=True),
-    "celeba attributes": Parser(valid=without_run(ATTRIBUTES), parse=celeba(folders.CELEBA_ATTRIBUTES)),
-    "celeba partition": Parser(valid=without_run(PARTITION), parse=celeba(folders.CELEBA_SPLITS)),
-    "an image of celeba": Parser(valid=without_run(picture("JPEG")), parse=celeba(f"{folders.CELEBA_IMAGES}/1.jpg")),
+    "celeba attributes": Parser(valid=without_run(ATTRIBUTES), parse=celeba(layouts.CELEBA_ATTRIBUTES)),
+    "celeba partition": Parser(valid=without_run(PARTITION), parse=celeba(layouts.CELEBA_SPLITS)),
+    "an image of celeba": Parser(valid=without_run(picture("JPEG")), parse=celeba(f"{layouts.CELEBA_IMAGES}/1.jpg")),
     **{
         f"places: {name}": Parser(valid=without_run(content), parse=places(name, split))
         for (name, content), split in zip(PLACES.items(), ("train", "test", "test"), strict=True)

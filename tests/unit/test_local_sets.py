@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from datalens.data import formats, images
-from datalens.data.named import folders, sources
+from datalens.data.named import layouts, sources
 from datalens.data.named.layouts import by_attributes
 from datalens.data.records import Records, collect
 from datalens.data.schema import Schema
@@ -273,7 +273,7 @@ def cut_short(path: str) -> Callable[[Path], None]:
             r"lacks 000002.jpg and 2 more",
         ),
         (cut_short("img_align_celeba/000005.jpg"), r"000005.jpg is not a readable image"),
-        (lambda f: (f / "img_align_celeba/000005.jpg").write_bytes(b""), r"000005.jpg is not a readable image"),
+        (lambda f: (f / "img_align_celeba/000005.jpg").write_bytes(b""), r"000005.jpg is empty"),
         (
             lambda f: (f / "img_align_celeba/000005.jpg").write_bytes(jpeg(5, (100, 100))),
             r"000005.jpg is 100x100, too small to cut 148x148",
@@ -313,7 +313,7 @@ def test_broken_official_folders(official: Path, harm: Callable[[Path], object],
             {"image": [{"bytes": jpeg(1), "path": "a.jpg"}, {"bytes": None, "path": "b.jpg"}]},
             r"image b.jpg has no bytes",
         ),
-        ({"image": [{"bytes": b"", "path": None}] * 2}, r"image in row 0 of the split is not a readable image"),
+        ({"image": [{"bytes": b"", "path": None}] * 2}, r"image in row 0 of the split is empty"),
     ],
 )
 def test_broken_shards(shards: Path, harm: dict[str, Any], says: str) -> None:
@@ -432,7 +432,7 @@ def places(tmp_path: Path) -> Path:
         rows.append(f"'{category}',0,1,0," + ",".join("1" if group in groups else "0" for group in LEVEL2))
     (folder / "categories_places365.txt").write_text("\n".join(listing))
     (folder / "places365_val.txt").write_text("\n".join(validation))
-    (folder / folders.PLACES_HIERARCHY).write_text("\n".join(rows))
+    (folder / layouts.PLACES_HIERARCHY).write_text("\n".join(rows))
     return folder
 
 
@@ -452,7 +452,7 @@ def test_places_takes_the_first_of_each_category_by_number(places: Path) -> None
     schema = sources.schema("places365")
 
     def names(images_each: int) -> set[bytes]:
-        records = folders.places(places, schema, "train", groups=schema.classes, images_each=images_each)
+        records = layouts.places(places, schema, "train", groups=schema.classes, images_each=images_each)
         return set(stream_facts(records)[1])
 
     few = names(4)
@@ -473,10 +473,10 @@ def test_the_lists_may_lie_as_they_are_unpacked(places: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "split", "says"),
     [
-        (remove(folders.PLACES_HIERARCHY), "train", r"hierarchy - Places365.csv does not exist"),
-        (lambda f: (f / folders.PLACES_HIERARCHY).write_text("a,b\n"), "train", r"no columns water, ice, snow"),
+        (remove(layouts.PLACES_HIERARCHY), "train", r"hierarchy - Places365.csv does not exist"),
+        (lambda f: (f / layouts.PLACES_HIERARCHY).write_text("a,b\n"), "train", r"no columns water, ice, snow"),
         (
-            replace(folders.PLACES_HIERARCHY, "'/f/field/wild'", "'x'"),
+            replace(layouts.PLACES_HIERARCHY, "'/f/field/wild'", "'x'"),
             "train",
             r"no category into forest, field, jungle",
         ),

@@ -544,7 +544,7 @@ def test_columns_that_are_not_there(tmp_path, reading, words):
     [
         (gzip.compress(idx.dump(IMAGES)), "unpack it first"),
         (idx.dump(IMAGES)[:-1], "bytes follow"),
-        (b"", "not an idx file"),
+        (b"", "0 bytes is too short for an idx header of 16"),
         (idx.dump(IMAGES), "no labels beside it"),
     ],
 )

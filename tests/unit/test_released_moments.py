@@ -17,7 +17,8 @@ from datalens.privacy.released import Released
 from datalens.public import streams
 from datalens.public.texture import Texture
 from datalens.released import moments
-from datalens.released.release import draw, in_proportion, load_generator
+from datalens.released.drawing import draw, in_proportion
+from datalens.released.release import load_generator
 
 
 def released(value: np.ndarray, sigma: float = 1.0) -> Released:

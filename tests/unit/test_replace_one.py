@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from datalens.data import formats, idx
-from datalens.data.named import folders
+from datalens.data.named import layouts
 from datalens.data.own.python import from_arrays
 from datalens.data.own.reading import Reading
 from datalens.data.parquet import is_one_table
@@ -225,9 +225,9 @@ def test_shards_of_one_table(names: list[str], one: bool) -> None:
 def test_lists_and_folders_of_published_sets() -> None:
     schema = Schema(name="s", height=8, width=8, channels=3, classes=("a",), nominal_size=9)
     for listed in (True, False):
-        files = folders.Listed(root=Path("x"), ids=[], labels=np.zeros(0, np.int64), fixed_positions=listed)
-        assert folders._records(files, schema, None).fixed_positions is listed
-    assert not folders.Listed(root=Path("x"), ids=[], labels=np.zeros(0, np.int64)).fixed_positions
+        files = layouts.Listed(root=Path("x"), ids=[], labels=np.zeros(0, np.int64), fixed_positions=listed)
+        assert layouts._records(files, schema, None).fixed_positions is listed
+    assert not layouts.Listed(root=Path("x"), ids=[], labels=np.zeros(0, np.int64)).fixed_positions
 
 
 def test_an_object_that_numbers_its_own_records_is_no_list() -> None:

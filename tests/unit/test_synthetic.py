@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datalens.errors import DatalensError
-from datalens.released import loading, saving
+from datalens.released import loading, synthetic
 from datalens.released.loading import load
-from datalens.released.saving import check_target, save
-from datalens.released.synthetic import SyntheticDataset, grid
+from datalens.released.synthetic import SyntheticDataset, check_target, grid, save
 
 FORMATS = ["out.npz", "out.parquet", "out"]
 
@@ -70,8 +69,8 @@ def test_round_trip(tmp_path: Path, name: str, channels: int) -> None:
 def test_round_trip_of_many_images_with_a_bar_and_several_row_groups(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_BAR_FROM", 10)
-    for module in (saving, loading):
+    monkeypatch.setattr(synthetic, "_BAR_FROM", 10)
+    for module in (synthetic, loading):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     dataset = make(n=30)
     save(dataset, tmp_path / name)
@@ -191,7 +190,7 @@ def test_a_full_disk_leaves_nothing_half_written(
         return b"png"
 
     # npz fails when it is complete but for the fsync, the others after three images
-    monkeypatch.setattr(*((os, "fsync") if name == "out.npz" else (saving, "_png")), full)
+    monkeypatch.setattr(*((os, "fsync") if name == "out.npz" else (synthetic, "_png")), full)
     with pytest.raises(DatalensError, match="No space left on device") as caught:
         save(make(n=5), tmp_path / name, force=force)
     assert "\n" not in str(caught.value)
@@ -239,7 +238,7 @@ def test_class_names_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 @given(st.lists(st.text(max_size=6), unique=True))
 def test_folder_names_are_plain_and_distinct(classes: list[str]) -> None:
-    names = saving.folder_names(tuple(classes))
+    names = synthetic.folder_names(tuple(classes))
     assert len({name.casefold() for name in names}) == len(classes)
     for name in names:
         assert Path(name).name == name

@@ -1,6 +1,7 @@
 """Walls, read off the syntax trees: each walker is run on the source, and on a planted violation it must find."""
 
 import ast
+import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 Finder = Callable[[ast.AST], Iterator[int]]  # line numbers
 
 
+@functools.cache
+def tree_of(text: str) -> ast.AST:
+    return ast.parse(text)
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` for a name or an attribute of one, else nothing."""
     if isinstance(node, ast.Name):
@@ -24,31 +30,79 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def makes(name: str) -> Finder:
-    """Calls of `name`, under any alias it was imported or assigned by."""
+def tail(node: ast.AST) -> str:
+    """`c` for `a.b.c`."""
+    return dotted(node).split(".")[-1]
+
+
+def family(base: str, files: dict[str, str]) -> set[str]:
+    """The names of a class and of all that inherit from it, in whichever file, under any alias."""
+    known = {base}
+    trees = [tree_of(text) for text in files.values()]
+    while True:
+        before = len(known)
+        for tree in trees:
+            known |= _named_after(known, tree)
+        if len(known) == before:
+            return known
+
+
+def _named_after(known: set[str], tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname for alias in node.names if alias.name in known and alias.asname}
+        if isinstance(node, ast.Assign) and tail(node.value) in known:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef) and any(tail(base) in known for base in node.bases):
+            found.add(node.name)
+    return found
+
+
+def handles(base: str, files: dict[str, str] | None = None) -> Finder:
+    """Uses of a class, or of one that inherits from it, for more than an annotation or `isinstance`.
+
+    That is: a call, a base of a new class, an argument (`partial(VoteCounts)`), another name for it, `type(…)(…)`.
+    """
+    inherited = family(base, FILES if files is None else files)
 
     def find(tree: ast.AST) -> Iterator[int]:
-        known = {name}
+        known = inherited | {base}
+        while not _named_after(known, tree) <= known:
+            known |= _named_after(known, tree)
+        harmless = {id(part) for node in ast.walk(tree) for field in _only_said(node) for part in ast.walk(field)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                known |= {alias.asname for alias in node.names if alias.name == name and alias.asname}
-            if isinstance(node, ast.Assign) and dotted(node.value).split(".")[-1] == name:
-                known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in known:
+            if isinstance(node, ast.Name | ast.Attribute) and tail(node) in known and id(node) not in harmless:
                 yield node.lineno
+            if isinstance(node, ast.Call) and tail(node.func) == "getattr":
+                yield from (node.lineno for word in node.args if isinstance(word, ast.Constant) and word.value in known)
 
     return find
 
 
+def _only_said(node: ast.AST) -> Iterator[ast.AST]:
+    """Parts that name a class and make nothing of it."""
+    for name in ("annotation", "returns"):
+        if getattr(node, name, None) is not None:
+            yield getattr(node, name)
+    if isinstance(node, ast.Subscript):  # Callable[[BoundedSum], None]
+        yield node.slice
+    if isinstance(node, ast.Call) and tail(node.func) == "isinstance":
+        yield from node.args[1:]
+
+
 def uses(attribute: str) -> Finder:
-    """Reads of an attribute, also by its name in a string."""
+    """Reads of an attribute, also by its name in a string or a pattern, and the name as a keyword of a call."""
 
     def find(tree: ast.AST) -> Iterator[int]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == attribute:
                 yield node.lineno
             if isinstance(node, ast.Constant) and node.value == attribute:
+                yield node.lineno
+            if isinstance(node, ast.MatchClass) and attribute in node.kwd_attrs:
+                yield node.lineno
+            if isinstance(node, ast.keyword) and node.arg == attribute:
                 yield node.lineno
 
     return find
@@ -123,38 +177,56 @@ def breaches(finder: Finder, *, allowed: tuple[str, ...], files: dict[str, str])
         f"{name}:{line}"
         for name, text in files.items()
         if not name.startswith(allowed)
-        for line in finder(ast.parse(text))
+        for line in finder(tree_of(text))
     ]
 
 
 def occurrences(finder: Finder, prefix: str) -> int:
-    return sum(1 for name, text in FILES.items() if name.startswith(prefix) for _ in finder(ast.parse(text)))
+    return sum(1 for name, text in FILES.items() if name.startswith(prefix) for _ in finder(tree_of(text)))
 
 
 # name → (walker, where it is allowed, violations planted elsewhere)
 WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
     "Released is built in privacy/ only": (
-        makes("Released"),
-        ("privacy/",),
+        handles("Released"),
+        ("privacy/", "evaluate/audits/wiring_tape.py"),  # which notes what is made: see below
         (
             "Released(value=x, event=e, number=0)",
             "released.Released(value=x)",
             "from datalens.privacy.released import Released as R\nR(value=x)",
             "Fake = Released\nFake(value=x)",
+            "class Fake(Released):\n    pass",
         ),
     ),
     "sums are built in bounded/ only": (
-        makes("BoundedSum"),
+        handles("BoundedSum"),
         ("bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py"),
-        ("BoundedSum(private_total=x, l2_bound=0.0)", "c.BoundedSum()"),
+        (
+            "BoundedSum(private_total=x, l2_bound=0.0)",
+            "c.BoundedSum()",
+            "VoteCounts(private_total=x)",
+            "c.VoteCounts(**facts)",
+            "from datalens.bounded.contributions import VoteCounts as V\nW = V\nW(**facts)",
+            "class Mine(BoundedSum):\n    pass",
+            "class Mine(contributions.VoteCounts, Other):\n    pass",
+            "partial(VoteCounts, l2_bound=0.0)(**facts)",
+            'type("Mine", (BoundedSum,), {})(**facts)',
+            'getattr(contributions, "VoteCounts")(**facts)',
+            "(VoteCounts if x else None)(**facts)",
+        ),
     ),
     "the private total is read at the gate only": (
         uses("private_total"),
         ("privacy/", "bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py"),
-        ("x = votes.private_total", 'getattr(votes, "private_total")', "votes.private_total.sum()"),
+        (
+            *("x = votes.private_total", 'getattr(votes, "private_total")', "votes.private_total.sum()"),
+            "match votes:\n    case VoteCounts(private_total=x):\n        pass",
+            "type(votes)(private_total=x)",
+            "votes.__class__(private_total=x)",
+        ),
     ),
     "directions are decoded, not made": (
-        makes("Direction"),
+        handles("Direction"),
         ("released/decode.py",),
         ("Direction(value=x)",),
     ),
@@ -217,6 +289,38 @@ def test_a_planted_violation_is_found(name: str) -> None:
         assert found, text
 
 
+def test_the_watched_run_puts_an_ear_to_released_and_makes_none() -> None:
+    text = FILES["evaluate/audits/wiring_tape.py"]
+    (line,) = set(handles("Released")(ast.parse(text)))
+    assert text.splitlines()[line - 1].strip() == 'put(Released, "__init__", self._making(Released.__init__))'
+
+
+def test_who_inherits_in_another_file_is_known() -> None:
+    """A sum of a kind that bounded/ has tomorrow is built there, too."""
+    assert family("BoundedSum", FILES) >= {"BoundedSum", "VoteCounts"}
+    tomorrow = {
+        **FILES,
+        "bounded/one.py": "from datalens.bounded.contributions import VoteCounts as V\nclass One(V):\n    pass\n",
+        "bounded/two.py": "from datalens.bounded import one\nclass Two(one.One):\n    pass\n",
+    }
+    assert family("BoundedSum", tomorrow) >= {"BoundedSum", "VoteCounts", "One", "Two"}
+    planted = {"methods/planted.py": "def f(facts):\n    return Two(**facts)\n"}
+    assert breaches(handles("BoundedSum", tomorrow), allowed=("bounded/",), files=planted) == ["methods/planted.py:2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(total: BoundedSum | None) -> VoteCounts:\n    x: VoteCounts = g(total)\n    return x",
+        "from datalens.bounded.contributions import BoundedSum, VoteCounts",
+        "isinstance(x, VoteCounts)",
+        "Ask = Callable[[str], BoundedSum]",
+    ],
+)
+def test_to_name_a_kind_is_not_to_make_one(text: str) -> None:
+    assert list(WALLS["sums are built in bounded/ only"][0](ast.parse(text))) == []
+
+
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [
@@ -241,7 +345,7 @@ def test_the_whole_source_is_walked() -> None:
 
 def imports(text: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -250,8 +354,8 @@ def imports(text: str) -> set[str]:
 
 
 def gate_breaches(files: dict[str, str]) -> list[str]:
-    """`privacy` imports itself, the errors and bounded.contributions: who reads it has read the whole guarantee."""
-    allowed = ("datalens.privacy.", "datalens.errors.", "datalens.bounded.contributions.")
+    """`privacy` imports itself, errors, files and bounded.contributions: who reads it has read the whole guarantee."""
+    allowed = ("datalens.privacy.", "datalens.errors.", "datalens.files.", "datalens.bounded.contributions.")
     return [
         f"{name}: {module}"
         for name, text in files.items()

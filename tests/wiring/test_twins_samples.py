@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens.methods import noisy_critic, pategan, sgd
+from datalens.methods import ensemble, noisy_critic, sgd
 from datalens.privacy import dpsgd, noise, one_of_many
 from datalens.private.critics import Critics
 from datalens.public import streams
@@ -165,6 +165,6 @@ def test_persons_by_record_are_caught_in_shares(tmp_path: Path, monkeypatch: Pat
 
 def test_replaced_records_that_change_teachers_are_caught(tmp_path: Path, monkeypatch: Patch) -> None:
     """Shares by hash under replace-one: a record leaves one teacher and enters another."""
-    rule = pategan.rule_named
-    monkeypatch.setattr(pategan, "rule_named", lambda name, **n: rule("hashed", **n))
+    rule = ensemble.rule_named
+    monkeypatch.setattr(ensemble, "rule_named", lambda name, **n: rule("hashed", **n))
     assert found_in("pategan gnmax", "neighbours", tmp_path, relation="replace-one")

@@ -11,6 +11,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.errors import DatalensError, TamperedError
+from datalens.files import write_atomically
 from datalens.options import TrainOptions
 from datalens.run.scratch import Scratch
 
@@ -233,7 +234,6 @@ class DataLens(BaseEstimator):
         """The release on one page for people, report.html; it may be handed on."""
         from datalens.pages import check_may_replace
         from datalens.released.report import page
-        from datalens.run.folder import write_atomically
 
         check_may_replace(Path(path))
         write_atomically(Path(path), page(self._release()))

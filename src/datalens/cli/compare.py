@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,6 @@ class Compare:
         from datalens.evaluate import compare
         from datalens.pages import check_may_replace
         from datalens.released.certificate import CERTIFICATE
-        from datalens.run.folder import write_atomically
 
         if not self.runs:
             raise DatalensError("say which runs: datalens compare runs/a runs/b")

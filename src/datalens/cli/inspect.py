@@ -7,6 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from datalens.cli.output import Json, show
+from datalens.errors import DatalensError
 from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId
 
 
@@ -30,7 +31,6 @@ class Inspect:
 
     def __call__(self) -> int:
         from datalens.data.own.reading import Reading
-        from datalens.errors import DatalensError
         from datalens.evaluate import inspection
 
         if self.most is not None and self.most < 1:

@@ -8,6 +8,7 @@ from tyro.conf import Positional, arg
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,6 @@ class Report:
         from datalens.pages import OWNER, REPORT, check_may_replace
         from datalens.released import report
         from datalens.released.verification import check_release
-        from datalens.run.folder import write_atomically
 
         release = release_of(self.run)
         target = self.out or release / REPORT

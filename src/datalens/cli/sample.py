@@ -36,7 +36,7 @@ class Sample:
     def __call__(self) -> int:
         from datalens.driver import choose_device
         from datalens.released.release import sample
-        from datalens.released.saving import check_target, save
+        from datalens.released.synthetic import check_target, save
 
         check_target(self.out, force=self.force)  # before the work, not after it
         dataset = sample(

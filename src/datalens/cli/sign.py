@@ -7,6 +7,7 @@ from tyro.conf import Positional
 
 from datalens.cli.output import Json, release_of, show
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,6 @@ class Sign:
         from datalens.released.certificate import CERTIFICATE, SIGNATURE
         from datalens.released.signing import fingerprint, sign, signer
         from datalens.released.verification import check_release
-        from datalens.run.folder import write_atomically
 
         release = release_of(self.run)
         if problems := check_release(release).problems:

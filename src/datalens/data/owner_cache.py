@@ -13,6 +13,7 @@ from pathlib import Path
 
 from datalens.data.named import sources
 from datalens.errors import DatalensError
+from datalens.files import write_new
 
 SALT = "names.salt"
 
@@ -41,16 +42,9 @@ def _salt(here: Path) -> bytes:
     path = here / SALT
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
-    draft = here / f".{SALT}.{secrets.token_hex(8)}"
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
-            new.write(secrets.token_bytes(32))
-            new.flush()
-            os.fsync(new.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # whole from the start; of two processes one is first
+        with contextlib.suppress(FileExistsError):  # of two processes one is first
+            write_new(path, secrets.token_bytes(32), private=True)
     except OSError as error:
         raise DatalensError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        draft.unlink(missing_ok=True)
     return path.read_bytes()

@@ -1,4 +1,8 @@
-"""What an image file of the user's becomes: one rule for every kind, and a line for every kind that is refused.
+"""An encoded image becomes pixels, by one of two rules.
+
+Of a set that is known by name, every file is in colour or grey like its schema, and a square is cut out of the middle
+(`decode`). Of the user's own files nothing is known, so there is a rule for every kind, and a line for every kind that
+is refused (`to_pixels`):
 
 | kind | becomes |
 |---|---|
@@ -16,21 +20,44 @@ Where --image-size says so, the largest centred part of that shape is cut out an
 left out); else all images must have one size.
 """
 
+import contextlib
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from datalens.data.images import MOST_PIXELS
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 
-FORMATS = ("JPEG", "PNG", "WEBP")
+MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
+CUT_BEFORE = (64, 64)  # of this size are the copies of CelebA that are passed on: the square is cut out already
+NAMED, OWN = ("JPEG", "PNG"), ("JPEG", "PNG", "WEBP")  # formats that are read
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _GREY = ("1", "L", "LA", "La", *_DEEP)
 _COLOUR = ("P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+
+
+def decode(data: bytes, name: str, schema: Schema, crop: int | None = None) -> np.ndarray:
+    """uint8 [h, w, c], of a set known by name. An image that has the right size already is taken as it is.
+
+    `crop`: side of the square that is cut out first; None: the largest there is.
+    """
+    with _complaining(name):
+        pixels = _opened(data, name, NAMED).convert("RGB" if schema.channels == 3 else "L")
+    goal = (schema.width, schema.height)
+    if pixels.size != goal:
+        side = min(pixels.size) if crop is None else crop
+        if pixels.size != CUT_BEFORE:
+            if side > min(pixels.size):
+                raise DatalensError(
+                    f"{name} is {pixels.width}x{pixels.height}, too small to cut {side}x{side} out of it"
+                )
+            pixels = _middle(pixels, side, side)
+        pixels = pixels.resize(goal, Image.Resampling.BILINEAR)
+    return np.asarray(pixels).reshape(schema.height, schema.width, schema.channels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +74,7 @@ class Kind:
 
 
 def kind_of(data: bytes, name: str) -> Kind:
-    image = _opened(data, name)
+    image = _own(data, name)
     turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # lying on its side
     width, height = reversed(image.size) if turned else image.size
     return Kind(height=height, width=width, mode=image.mode)
@@ -63,19 +90,13 @@ def checked_kind(data: bytes, name: str) -> Kind:
 
 def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale: bool) -> np.ndarray:
     """uint8 [h, w, c]. Of what shape the others are, `schema` says; what is to be done about it, the options."""
-    image = _opened(data, name)
+    image = _own(data, name)
     if schema.channels == 1 and not grayscale and image.mode not in _GREY:
         raise DatalensError(f"{name} is in colour where the first image is grey: add --grayscale, or leave it out")
-    try:
+    with _complaining(name):
         image.load()
         image = ImageOps.exif_transpose(image)
         flat = _deep(image) if image.mode in _DEEP else _on_white(image)
-    except MemoryError:
-        raise
-    except DatalensError:
-        raise
-    except Exception as error:  # Pillow has many kinds for damaged bytes
-        raise _unreadable(name, error) from None
     goal = (schema.width, schema.height)
     if flat.size != goal and not resize:
         raise DatalensError(
@@ -92,34 +113,48 @@ def fitted(image: Image.Image, goal: tuple[int, int]) -> Image.Image:
         return image
     scale = min(image.width / goal[0], image.height / goal[1])
     width, height = (max(1, min(have, round(scale * want))) for have, want in zip(image.size, goal, strict=True))
+    return _middle(image, width, height).resize(goal, Image.Resampling.BILINEAR)
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
     left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height)).resize(goal, Image.Resampling.BILINEAR)
+    return image.crop((left, top, left + width, top + height))
 
 
-def _opened(data: bytes, name: str) -> Image.Image:
-    if not data:
-        raise DatalensError(f"{name} is empty (0 bytes): mend it, or leave it out")
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels are more than the limit of 2^26")
+def _own(data: bytes, name: str) -> Image.Image:
+    """One of the user's, if it is of a kind that there is a rule for; only its first bytes are read."""
+    with _complaining(name):
+        image = _opened(data, name, OWN)
         frames = getattr(image, "n_frames", 1) if image.format in ("PNG", "WEBP") else 1
         if frames > 1:
             raise ValueError(f"it has {frames} frames")
         if image.mode not in (*_GREY, *_COLOUR):
             raise ValueError(f"images of mode {image.mode} are not read")
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _unreadable(name, error) from None
     return image
 
 
-def _unreadable(name: str, error: Exception) -> DatalensError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    if "BytesIO object" in reason:
-        reason = "it is no PNG, JPEG or WebP"
-    return DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave it out")
+def _opened(data: bytes, name: str, formats: tuple[str, ...]) -> Image.Image:
+    if not data:
+        raise DatalensError(f"{name} is empty (0 bytes): mend it, or leave it out")
+    try:
+        image = Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is no {' or '.join(formats)}") from None
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels are more than the limit of 2^26")
+    return image
+
+
+@contextlib.contextmanager
+def _complaining(name: str) -> Iterator[None]:
+    """Whatever damaged bytes do becomes one line."""
+    try:
+        yield
+    except (MemoryError, DatalensError):
+        raise
+    except Exception as error:  # Pillow has many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave it out") from None
 
 
 def _deep(image: Image.Image) -> Image.Image:

@@ -6,7 +6,6 @@ noise: folder and files are for the owner's eyes only (modes 0700 and 0600), and
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from datalens.data import owner_cache
-from datalens.errors import DatalensError
-from datalens.privacy.journal import for_the_owner
-from datalens.run.folder import load_tensors, save_tensors
+from datalens.files import load_tensors, save_tensors, store
 
 
 def folder() -> Path:
@@ -56,7 +54,7 @@ def remembered(name: str, compute: Callable[[], dict[str, Any]], *, fresh: bool 
         except (OSError, ValueError):  # not there, or damaged: measured again
             pass
     result = json.loads(json.dumps(compute()))  # the same types, whether remembered or not
-    write_for_the_owner(path, json.dumps(result).encode())
+    store(path, json.dumps(result).encode(), private=True)
     return result
 
 
@@ -64,8 +62,6 @@ def remembered_tensors(
     name: str, compute: Callable[[], dict[str, torch.Tensor]], *, fresh: bool = False
 ) -> dict[str, torch.Tensor]:
     """The same for tensors."""
-    from safetensors import SafetensorError
-
     path = path_of(name, ".safetensors")
     if path.is_file() and not fresh:
         try:
@@ -75,18 +71,3 @@ def remembered_tensors(
     result = compute()
     save_tensors(path, result, {})
     return result
-
-
-def write_for_the_owner(path: Path, content: bytes) -> None:
-    """The whole file or none of it, readable by nobody else."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(draft, "wb", opener=for_the_owner) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        raise DatalensError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        draft.unlink(missing_ok=True)

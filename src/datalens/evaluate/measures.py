@@ -22,6 +22,7 @@ from datalens.evaluate.classifiers import ClassifierName
 from datalens.evaluate.faithfulness import faithfulness
 from datalens.evaluate.fid import fid
 from datalens.evaluate.inception import inception_score
+from datalens.files import store
 from datalens.progress import counted
 from datalens.released.synthetic import SyntheticDataset
 
@@ -194,7 +195,7 @@ def is_run(path: Path) -> bool:
 def record(run: Path, results: dict[str, dict[str, Any]]) -> None:
     """Put results beside what was measured before, on the private side of a run."""
     content = {**read(run), "note": NOTE, **results}
-    cache.write_for_the_owner(run / FILE, json.dumps(content).encode())
+    store(run / FILE, json.dumps(content).encode(), private=True)
 
 
 def read(run: Path) -> dict[str, Any]:

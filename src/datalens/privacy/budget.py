@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.files import sync_directory, write_new
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import (
     Charge,
@@ -30,7 +31,7 @@ from datalens.privacy.events import (
     UnknownEvent,
     parse_event,
 )
-from datalens.privacy.ledger import _GENESIS, Budget, _line, sync_directory
+from datalens.privacy.ledger import _GENESIS, Budget, _line
 from datalens.privacy.owned import Owned
 from datalens.privacy.reserve import Counted, all_of_it, largest, most_charged, price, with_noise
 
@@ -83,19 +84,12 @@ class DataBudget(Owned):
         path = folder / FILE
         fields = {"type": "cap", "version": 1, "epsilon": cap.epsilon, "delta": cap.delta, "relation": cap.relation}
         line, _ = _line(fields, _GENESIS)
-        draft = folder / f".{FILE}.{secrets.token_hex(8)}"
-        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
         try:
-            os.link(draft, path)
+            write_new(path, line, private=True)
         except FileExistsError:
             raise DatalensError(
                 f"{path} exists: a cap is set once; leave --epsilon and --delta out to see it"
             ) from None
-        finally:
-            draft.unlink()
         sync_directory(folder)
         made = cls.open(folder)
         if data is not None:

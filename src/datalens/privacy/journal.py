@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from datalens.errors import DatalensError, TamperedError
+from datalens.files import for_the_owner, sync_directory
 from datalens.privacy.events import UnknownEvent
-from datalens.privacy.ledger import Ledger, sync_directory
+from datalens.privacy.ledger import Ledger
 from datalens.privacy.released import Released
 
 _SIZE = hashlib.sha256().digest_size
@@ -148,11 +149,6 @@ class Journal:
             raise TamperedError(
                 f"{path} is damaged: delete it, and the step will be asked (and charged) again"
             ) from error
-
-
-def for_the_owner(path: str, flags: int) -> int:
-    """An opener: a new file may be read by its owner alone, whatever the process grants otherwise."""
-    return os.open(path, flags, 0o600)
 
 
 def _digest(content: bytes) -> bytes:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, get_args
 
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.files import sync_directory, write_new
 from datalens.privacy.accountant import ACCOUNTANTS, Accountant, AccountantName
 from datalens.privacy.events import Charge, Event, Relation, UnknownEvent, parse_event
 
@@ -106,17 +106,10 @@ class Ledger:
     def create(cls, path: Path, budget: Budget) -> "Ledger":
         """A new ledger file. An existing one is never replaced: it holds what was spent."""
         line, line_hash = _line({"type": "budget", "version": 1, **budget.as_dict()}, _GENESIS)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        with open(temporary, "xb") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
         try:
-            os.link(temporary, path)  # refuses to replace, and the first line is whole from the start
+            write_new(path, line)
         except FileExistsError:
             raise DatalensError(f"{path} exists: it records what was spent; use --resume or another --out") from None
-        finally:
-            temporary.unlink()
         sync_directory(path.parent)
         return cls(budget, [], hashes=[line_hash], file=_open_alone(path))
 
@@ -275,12 +268,3 @@ def _open_alone(path: Path) -> IO[bytes]:
         raise DatalensError(f"{path} is in use by another process: wait for it to end") from None
     file.seek(0, os.SEEK_END)
     return file
-
-
-def sync_directory(path: Path) -> None:
-    """A new file survives a crash only once its directory entry does."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,13 +6,13 @@ theirs to delete.
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
@@ -20,6 +20,7 @@ from datalens.data import owner_cache
 from datalens.data.named import sources
 from datalens.data.named.fetch import FAILURES, File, Wheel, why
 from datalens.errors import DatalensError
+from datalens.files import replacing, store
 from datalens.progress import bar, say
 
 DEFAULT = "efficientnet-lite0"
@@ -100,10 +101,8 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
             parts.append(network(_prepared(extractor, block)).to(torch.float16).cpu())
             progress.advance(task, len(block))
     features = torch.cat(parts)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with replacing(path, private=True, shared=True) as file:
         np.lib.format.write_array(file, features.numpy(), allow_pickle=False)
-    os.replace(draft, path)
     say(f"features of {len(images)} records are kept, for the owner only, in {path.parent}: delete it with the data")
     return features.to(torch.float32)
 
@@ -126,7 +125,7 @@ def _fetched() -> Path:
     try:
         for file, data in _LITE0_SOURCE.fetch([_LITE0], path.parent):
             if file.matches(data):
-                sources.store(path, data)
+                store(path, data)
                 return path
         say(f"{_LITE0_SOURCE}: {_LITE0.name} is corrupt or truncated; refused")
     except FAILURES as error:
@@ -140,8 +139,6 @@ def _fetched() -> Path:
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)  # tensors only: no code is run
     except Exception as error:  # a dozen kinds, for bytes that are no weights

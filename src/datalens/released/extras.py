@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from datalens.released.loading import parquet_images, read_text
-from datalens.released.saving import (
+from datalens.released.synthetic import (
     CERTIFICATE,
     CLASSES,
     COLUMNS,
@@ -25,8 +25,8 @@ from datalens.released.saving import (
     folder_names,
     json_text,
     kind_of,
+    more_than_pixels,
 )
-from datalens.released.synthetic import more_than_pixels
 
 PIXELS = "more than pixels in an image"
 _ARRAYS = ("images", "labels", "classes", "certificate", "drawn")

@@ -1,4 +1,4 @@
-"""Reading what `saving` wrote. A file may come from anybody: no shape, size or path in it is trusted, and nothing is
+"""Reading what `save` wrote. A file may come from anybody: no shape, size or path in it is trusted, and nothing is
 unpickled."""
 
 import csv
@@ -20,19 +20,23 @@ from PIL import Image
 from datalens.data.parquet import check_unpacked
 from datalens.data.regular import check_regular
 from datalens.errors import DatalensError
-from datalens.released.saving import (
+from datalens.released.synthetic import (
     CERTIFICATE,
     CLASSES,
     COLUMNS,
     DRAWN,
-    IMAGE_TYPE,
     METADATA,
+    MODES,
     ROWS_AT_ONCE,
+    SyntheticDataset,
+    by,
+    check_arrays,
+    check_size,
+    image_type,
     kind_of,
     one_line,
     ticks,
 )
-from datalens.released.synthetic import MODES, SyntheticDataset, by, check_arrays, check_size
 
 _MAX_TEXT_BYTES = 2**26  # class names, certificate: far above any real one
 
@@ -99,7 +103,7 @@ def _npy_head(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.
 def _read_parquet(path: Path) -> SyntheticDataset:
     with pq.ParquetFile(path) as file:
         schema = file.schema_arrow
-        for name, expected in (("image", IMAGE_TYPE), ("label", pa.int64())):
+        for name, expected in (("image", image_type()), ("label", pa.int64())):
             if name not in schema.names or schema.field(name).type != expected:
                 raise DatalensError(f"column {name!r} must be there, as {expected}")
         metadata = schema.metadata or {}

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from datalens.errors import DatalensError
+from datalens.released.drawing import draw
 from datalens.released.extras import extras
 from datalens.released.loading import load
-from datalens.released.release import draw
 from datalens.released.synthetic import nearly
 from datalens.released.weights import load_generator
 

@@ -1,27 +1,25 @@
 """The release folder: writing it, and sampling from it. No pickle is written or loaded."""
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import REPORT
 from datalens.plans.base import Settings
 from datalens.privacy.ledger import Ledger
-from datalens.progress import bar
 from datalens.public import streams
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.classifier import Classifier
+from datalens.released.drawing import draw, draw_picture, known_classes
 from datalens.released.generator import Generator, recalibrated
-from datalens.released.synthetic import SyntheticDataset, grid
+from datalens.released.synthetic import SyntheticDataset
+from datalens.released.verification import verified
 from datalens.released.weights import AnyGenerator, load_classifier, load_generator, save_weights
 
 __all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # from `weights`
@@ -54,12 +52,6 @@ def write_release(
         picture.save(draft / certificates.PICTURE)
 
     return write_folder(run, fill, settings=settings, schema=schema, ledger=ledger)
-
-
-def draw_picture(generator: AnyGenerator, schema: Schema) -> Image.Image:
-    """Draw `samples.png`: ten images of each of the first ten classes, from seed 0."""
-    rows = min(10, len(schema.classes))
-    return grid(*draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True), per_class=10)
 
 
 def write_model(
@@ -125,8 +117,6 @@ def sample(
     """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
-    from datalens.released.verification import verified
-
     if certificates.weights_of(certificates.read_certificate(release)) == certificates.MODEL:
         raise DatalensError(
             f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
@@ -154,51 +144,3 @@ def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]
         some = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
         raise DatalensError(f"--class {' '.join(unknown)} is none of the {len(names)} classes: {some}")
     return sorted({numbers[str(label)] for label in labels})
-
-
-def draw(
-    generator: AnyGenerator,
-    *,
-    count: int,
-    seed: int,
-    classes: int,
-    balanced: bool = False,
-    among: list[int] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, or of those `among` them, as far as
-    there is data of them.
-    """
-    random = streams.generator(seed, "sample")
-    known, sizes = known_classes(generator, classes), None
-    if not isinstance(generator, Generator):
-        sizes = generator.sizes[torch.isin(generator.present, known)]
-    if among is not None:
-        wanted = torch.isin(known, torch.tensor(among))
-        known, sizes = known[wanted], None if sizes is None else sizes[wanted]
-    if balanced or sizes is None:
-        labels = known[torch.arange(count) % len(known)]
-    else:
-        labels = known[in_proportion(sizes.to(torch.float64), count)]
-    parts = []
-    with torch.no_grad(), bar("sampling", count) as (progress, task):
-        for part in labels.split(1000):
-            images = generator.images(part, random).cpu()  # [n, c, h, w]
-            parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
-            progress.advance(task, len(part))
-    return torch.cat(parts).numpy(), labels.numpy()
-
-
-def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:
-    """Of the first `classes` classes those there is data of; all there are if that is none of them."""
-    if isinstance(generator, Generator):
-        return torch.arange(classes)
-    among = generator.present < classes
-    return generator.present[among] if bool(among.any()) else generator.present
-
-
-def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers of classes, each as often as its size says, to within a few, well mixed at any length."""
-    golden = (math.sqrt(5.0) - 1) / 2  # multiples of it fill [0, 1) evenly
-    places = (torch.arange(count, dtype=torch.float64) + 0.5) * golden % 1.0
-    ends = sizes.cumsum(0) / sizes.sum()
-    return torch.searchsorted(ends, places, right=True).clamp(max=len(sizes) - 1)

@@ -22,6 +22,8 @@ from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
+from datalens.released.drawing import known_classes
+from datalens.released.weights import load_generator
 
 CONTENTS = (
     ("guarantee", "The guarantee"),
@@ -143,10 +145,7 @@ def _origin(c: dict[str, Any]) -> str:
 
 
 def shown_classes(release: Path) -> tuple[str, ...]:
-    """The classes that `samples.png` has, a row each (see `release.write_release`)."""
-    from datalens.released.release import known_classes
-    from datalens.released.weights import load_generator
-
+    """The classes that `samples.png` has, a row each (see `drawing.draw_picture`)."""
     generator, names = load_generator(release)
     return tuple(names[label] for label in sorted(known_classes(generator, min(10, len(names))).tolist()))
 

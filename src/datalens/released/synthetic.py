@@ -1,22 +1,34 @@
-"""The synthetic images, as they are handed out (as files: `saving`, `loading`), and a picture of samples.
+"""The synthetic images as they are handed out: in memory, as a file (.npz, .parquet), as a folder of PNG files.
 
-Everything here has been released already, so nothing in this module can leak.
+Files are read again by `loading`. Everything here has been released already, so nothing in this module can leak.
 """
 
+import csv
+import json
 import math
 import os
+import re
+import secrets
+import shutil
 import unicodedata
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from datalens.errors import DatalensError
+from datalens.files import replacing
+from datalens.progress import bar
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch.utils.data import TensorDataset
 
 MAX_PIXELS = 2**31  # pixel values, channels counted: 2 GiB once decoded
@@ -36,6 +48,15 @@ _CELL = 64  # pixels, about
 _GAP = 2
 _MAX_ROWS = 10
 _MAX_COLUMNS = 10
+
+_BAR_FROM = 2_000  # images; fewer are done before a bar could be read
+ROWS_AT_ONCE = 1_000  # a parquet row group; small, so that viewers can page through
+
+METADATA = "metadata.csv"
+CERTIFICATE = "certificate.json"
+CLASSES = "classes.json"
+DRAWN = "sampling.json"
+COLUMNS = ["file_name", "label", "class"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,20 +101,14 @@ class SyntheticDataset:
 
     def to_npz(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Arrays images, labels, classes and certificate: np.load(path)."""
-        from datalens.released.saving import ending, save
-
         save(self, ending(path, ".npz"), force=force)
 
     def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """PNG bytes and labels as Hugging Face datasets has them; the certificate is in the schema's metadata."""
-        from datalens.released.saving import ending, save
-
         save(self, ending(path, ".parquet"), force=force)
 
     def to_folder(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """A folder of PNG files a class, metadata.csv and certificate.json: Hugging Face's imagefolder."""
-        from datalens.released.saving import save
-
         save(self, f"{os.fspath(path).rstrip(os.sep)}{os.sep}", force=force)
 
 
@@ -199,3 +214,210 @@ def _is_text(name: object) -> bool:
 
 def by(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write to `path`: .npz, .parquet, or else a folder. All of it appears at once, or nothing does.
+
+    (With `force`, replacing a folder takes two renames; a power cut between them leaves the old
+    folder next to `path` under a temporary name.)
+    """
+    kind = kind_of(path)
+    if kind != ".npz":
+        mode_of(dataset.images.shape[3])
+    certificate = json_text(dataset.certificate, "certificate")
+    target = Path(os.path.realpath(path))  # write through a link, rather than replace the link
+    staging = target.with_name(f".datalens-{secrets.token_hex(6)}.tmp")
+    try:
+        _check_may_write(target, folder=kind == "", force=force)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "":
+            staging.mkdir()
+            _write_folder(dataset, certificate, staging)
+            _put_folder(staging, target)
+        else:
+            with replacing(target, shared=True) as stream:
+                (_write_npz if kind == ".npz" else _write_parquet)(dataset, certificate, stream)
+    except OSError as error:
+        raise DatalensError(f"cannot write {path}: {error.strerror or one_line(error)}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def ending(path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+    if kind_of(path) != suffix:
+        raise DatalensError(f"{path} must end in {suffix}")
+    return path
+
+
+def check_target(path: str | os.PathLike[str], *, force: bool) -> None:
+    """Raise what `save` would raise about the place it is to write to, before the work is done."""
+    _check_may_write(Path(os.path.realpath(path)), folder=kind_of(path) == "", force=force)
+
+
+def _write_npz(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
+    grey = dataset.images.shape[3] == 1
+    arrays: dict[str, Any] = {
+        "images": dataset.images[..., 0] if grey else dataset.images,
+        "labels": dataset.labels,
+        "classes": np.array(dataset.classes, dtype=np.str_),
+        "certificate": np.array(certificate),
+    }
+    if dataset.drawn is not None:
+        arrays["drawn"] = np.array(json_text(dataset.drawn, "way of drawing"))
+    np.savez_compressed(stream, **arrays)
+
+
+def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metadata = {
+        "huggingface": features_text(dataset.classes),
+        "datalens.classes": json.dumps(dataset.classes),
+        "datalens.certificate": certificate,
+    }
+    if dataset.drawn is not None:
+        metadata["datalens.drawn"] = json_text(dataset.drawn, "way of drawing")
+    schema = pa.schema([("image", image_type()), ("label", pa.int64())], metadata=metadata)
+    count = len(dataset.images)
+    # PNGs do not repeat, so a dictionary of them would only be built and thrown away
+    with (
+        ticks("writing images", count) as tick,
+        pq.ParquetWriter(stream, schema, use_dictionary=["label"], write_statistics=["label"]) as writer,
+    ):
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = []
+            for index in range(start, min(start + ROWS_AT_ONCE, count)):
+                rows.append({"bytes": _png(dataset.images[index]), "path": file_name(index)})
+                tick()
+            labels = pa.array(dataset.labels[start : start + ROWS_AT_ONCE], pa.int64())
+            writer.write_batch(pa.record_batch([pa.array(rows, image_type()), labels], schema=schema))
+
+
+def image_type() -> "pa.StructType":
+    """An image in a parquet file, as Hugging Face's `datasets` has it."""
+    import pyarrow as pa
+
+    return pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def features_text(classes: tuple[str, ...]) -> str:
+    """What `datasets` reads its features from, to show images and class names."""
+    features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
+    return json.dumps({"info": {"features": features}})
+
+
+def _write_folder(dataset: SyntheticDataset, certificate: str, folder: Path) -> None:
+    names = folder_names(dataset.classes)
+    for name in names:
+        (folder / name).mkdir()
+    (folder / CERTIFICATE).write_text(certificate + "\n", encoding="utf-8")
+    (folder / CLASSES).write_text(json.dumps(dataset.classes) + "\n", encoding="utf-8")
+    if dataset.drawn is not None:
+        (folder / DRAWN).write_text(json_text(dataset.drawn, "way of drawing") + "\n", encoding="utf-8")
+    with (
+        ticks("writing images", len(dataset.images)) as tick,
+        (folder / METADATA).open("w", encoding="utf-8", newline="") as stream,
+    ):
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for index, label in enumerate(dataset.labels.tolist()):
+            file = f"{names[label]}/{file_name(index)}"
+            (folder / file).write_bytes(_png(dataset.images[index]))
+            table.writerow([file, label, dataset.classes[label]])
+            tick()
+    if hasattr(os, "sync"):
+        os.sync()  # one call: an fsync for each of 10,000 small files takes minutes on a spinning disk
+
+
+def _put_folder(staging: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(staging, target)
+        return
+    retired = staging.with_suffix(".old")
+    os.rename(target, retired)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        os.rename(retired, target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
+    if not target.exists():
+        return
+    if not force:
+        raise DatalensError(f"{target} exists; pass --force to replace it")
+    if folder != target.is_dir():
+        raise DatalensError(f"{target} is a {'file' if folder else 'folder'}; choose another name")
+    ours = (target / METADATA).is_file() and (target / CERTIFICATE).is_file()
+    if folder and not ours and any(target.iterdir()):
+        # a slip such as `--out ~ --force` must not delete a home directory
+        raise DatalensError(f"{target} holds other files, which --force does not delete; choose another folder")
+
+
+def folder_names(classes: tuple[str, ...]) -> list[str]:
+    """A plain folder name for each class. Names that had to change, or would clash, end in ~label."""
+    taken = {METADATA, CERTIFICATE, CLASSES, DRAWN}
+    names = []
+    for label, name in enumerate(classes):
+        safe = re.sub(r"[^\w .-]", "_", name).strip(" .")[:48]
+        if not safe or safe != name or _fold(safe) in taken:
+            safe = f"{safe.rstrip(' .')}~{label}"  # "~" never survives the line above, so this is unique
+        taken.add(_fold(safe))
+        names.append(safe)
+    return names
+
+
+def _fold(name: str) -> str:
+    """Equal for names that some file system would take for the same."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def file_name(index: int) -> str:
+    """The name of an image's file."""
+    return f"{index + 1:06d}.png"
+
+
+def _png(image: NDArray[np.uint8]) -> bytes:
+    h, w, c = image.shape
+    stream = BytesIO()
+    Image.frombytes(mode_of(c), (w, h), image.tobytes()).save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def json_text(fields: dict[str, Any], what: str) -> str:
+    """The one way that certificates and ways of drawing are written."""
+    try:
+        return json.dumps(fields, allow_nan=False, indent=2)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DatalensError(f"the {what} cannot be written as JSON: {one_line(error)}") from error
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The format by its suffix: .npz, .parquet, or none for a folder."""
+    suffix = "" if os.fspath(path).endswith(("/", os.sep)) else Path(path).suffix.lower()
+    if suffix not in ("", ".npz", ".parquet"):
+        raise DatalensError(
+            f"{path} ends in {suffix}: use .npz, .parquet, or a folder (a name without a suffix, or ending in /)"
+        )
+    return suffix
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def ticks(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A function to call once per image; it drives a progress bar when there are many."""
+    if total < _BAR_FROM:
+        yield lambda: None
+        return
+    with bar(description, total) as (progress, task):
+        yield lambda: progress.advance(task)

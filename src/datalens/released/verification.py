@@ -33,7 +33,7 @@ from datalens.released.certificate import (
     weights_of,
 )
 from datalens.released.claim import FIRST, Claim, check_version
-from datalens.released.release import draw_picture
+from datalens.released.drawing import draw_picture
 from datalens.released.synthetic import cells, more_than_pixels, nearly
 from datalens.released.weights import AnyGenerator, read_weights
 

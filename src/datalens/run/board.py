@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from datalens.errors import DatalensError
 from datalens.public import streams
+from datalens.released.synthetic import grid
 
 if TYPE_CHECKING:
     from datalens.released.generator import Generator
@@ -32,8 +34,6 @@ class Board:
         """What it makes now, ten images a class; training goes on as if nobody had looked."""
         import torch
 
-        from datalens.released.synthetic import grid
-
         classes = min(10, generator.architecture.classes)
         labels, training = torch.arange(10 * classes) % classes, generator.training
         with torch.no_grad():
@@ -43,8 +43,6 @@ class Board:
         self.picture(step, np.asarray(grid(pixels, labels.numpy(), per_class=10)))
 
     def file(self, step: int, path: Path) -> None:
-        from PIL import Image
-
         with Image.open(path) as image:
             self.picture(step, np.asarray(image))
 

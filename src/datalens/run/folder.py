@@ -27,10 +27,11 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.files import for_the_owner, load_tensors, save_tensors, sync_directory, write_atomically
 from datalens.plans.base import Settings
 from datalens.plans.registry import read_settings
-from datalens.privacy.journal import Journal, for_the_owner
-from datalens.privacy.ledger import Budget, Ledger, sync_directory
+from datalens.privacy.journal import Journal
+from datalens.privacy.ledger import Budget, Ledger
 from datalens.run import live
 from datalens.run.board import Board, is_due
 from datalens.run.places import check_text, check_vacant
@@ -319,36 +320,6 @@ def part_name(step: int, numbers: range) -> str:
     return f"teachers-{step}-{numbers[0]}-{numbers[-1]}.safetensors"
 
 
-def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]) -> None:
-    """The whole file or none of it, durably, and for the owner's eyes only."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    draft = path.with_suffix(".tmp")
-    draft.touch(mode=0o600)
-    try:
-        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, draft, metadata=facts)
-    except SafetensorError as error:  # also what it makes of a full disk
-        draft.unlink(missing_ok=True)
-        need = sum(value.nbytes for value in tensors.values())
-        raise DatalensError(
-            f"cannot write {draft} ({error}): {draft.parent} needs room for {need:,} bytes; make some, then continue "
-            "with --resume"
-        ) from error
-    draft.chmod(0o600)
-    with open(draft, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    sync_directory(path.parent)
-
-
-def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no mapping)
-
-
 def load_part(folder: Path, names: list[str], *, step: int, numbers: range) -> "dict[str, Tensor]":
     """The states of teachers `numbers`, from whichever files hold them: a run may go on with more or fewer ranks."""
     import torch
@@ -406,17 +377,3 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DatalensError(f"{path / 'config.json'} is damaged ({error})") from error
     return config
-
-
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """The whole file or none of it, also after a crash. `private`: for the owner's eyes only."""
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        with open(draft, "wb", opener=for_the_owner if private else None) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from datalens.bounded.contributions import BoundedSum, Contributions, Gradients, sum_bounded, sum_over_ranks
-from datalens.run.folder import load_part, part_name, save_tensors
+from datalens.files import save_tensors
+from datalens.run.folder import load_part, part_name
 from datalens.run.ranks import World, ignoring_signals
 
 

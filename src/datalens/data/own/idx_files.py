@@ -1,11 +1,10 @@
-"""The user's own idx files, as MNIST has them: read through a memory map, so they may be larger than memory."""
+"""The user's own idx files, named and laid out as those of MNIST."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 
-from datalens.data.idx import UBYTE
+from datalens.data.idx import mapped
 from datalens.data.own.arrays import check_labels, schema_of
 from datalens.data.own.reading import ALL, NONE, Reading
 from datalens.data.records import Dataset
@@ -30,7 +29,7 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
                 f"--{option}: idx files have no columns; name a .csv, .parquet or .npz file with --data"
             )
     file = _images_of(path, split)
-    images = _mapped(file, (3, 4))
+    images = mapped(file, (3, 4))
     if images.ndim == 3:
         images = images[..., np.newaxis]
     if images.shape[3] not in (1, 3):
@@ -43,7 +42,7 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> Dat
             raise DatalensError(
                 f"{file} has no labels beside it ({beside.name}): put them there, or add --label {NONE}"
             )
-        labels = check_labels(np.array(_mapped(beside, (1,))), len(images), beside)
+        labels = check_labels(np.array(mapped(beside, (1,))), len(images), beside)
         classes = reading.named_classes() or tuple(str(i) for i in range(int(labels.max()) + 1))
         if labels.max() >= len(classes):
             raise DatalensError(f"{beside}: label {labels.max()} has no name among the {len(classes)} of --classes")
@@ -67,23 +66,3 @@ def _images_of(path: Path, split: str) -> Path:
     if not there:
         raise DatalensError(f"{path} has no test images: put t10k-images-idx3-ubyte and its labels beside it")
     return there[0]
-
-
-def _mapped(file: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Unsigned bytes. The header is believed only where it agrees with the length of the file."""
-    try:
-        with open(file, "rb") as opened:
-            magic = opened.read(4)
-            if len(magic) < 4 or magic[:3] != bytes((0, 0, UBYTE)) or magic[3] not in dimensions:
-                unpack = "; unpack it first" if magic[:2] == bytes((31, 139)) else ""
-                raise DatalensError(f"{file} is not an idx file of unsigned bytes (it starts {magic.hex()}){unpack}")
-            header = opened.read(4 * magic[3])
-        shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4))
-        start, length = 4 + 4 * magic[3], file.stat().st_size
-        if len(header) < 4 * magic[3] or 0 in shape or math.prod(shape) != length - start:
-            raise DatalensError(f"{file}: the header says {shape}, but {max(length - start, 0)} bytes follow it")
-        return np.memmap(file, dtype=np.uint8, mode="r", offset=start, shape=shape)
-    except FileNotFoundError:
-        raise DatalensError(f"{file} does not exist") from None
-    except OSError as error:
-        raise DatalensError(f"{file} cannot be read ({error.strerror})") from None

@@ -1,12 +1,17 @@
 """What an audit tries to prove wrong."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from datalens.errors import DatalensError
 from datalens.privacy.accountant import AccountantName
-from datalens.privacy.ledger import Budget
+from datalens.privacy.ledger import Budget, Ledger
+
+ACCOUNTANT: Literal["rdp-improved"] = "rdp-improved"  # it prices the mechanisms of all other methods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +33,19 @@ class Claim:
     @property
     def budget(self) -> Budget:
         return Budget(epsilon=self.epsilon, delta=self.delta, relation="add-remove", accountant=self.accountant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Claim):
+    """What is claimed of a mechanism of another method."""
+
+    accountant: ClassVar[AccountantName] = ACCOUNTANT
+
+    @property
+    def free(self) -> Ledger:
+        """For what is released and not, or not rightly, paid for."""
+        return Ledger.in_memory(Budget(epsilon=math.inf, delta=0.5, relation="add-remove", accountant=ACCOUNTANT))
+
+
+# (whether the record is there, how many trials) → log-likelihood ratios [trials], and the ε a ledger says one cost
+Trials = Callable[[bool, int], tuple[np.ndarray, float]]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,19 +21,18 @@ from datalens.bounded.clip import clip_images
 from datalens.bounded.norm_topk import NormTopK
 from datalens.data.records import Dataset
 from datalens.data.schema import Schema
-from datalens.evaluate.audits.claim import Claim
+from datalens.evaluate.audits.claim import ACCOUNTANT, Question, Trials
 from datalens.evaluate.audits.mechanism import make_mechanism
 from datalens.evaluate.audits.votes import LISTED
 from datalens.methods import dpmerf
 from datalens.options import TrainOptions
 from datalens.plans.registry import make_plan
 from datalens.privacy import audit
-from datalens.privacy.accountant import AccountantName
 from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.curves import exact_epsilon
 from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import OneOfManyEvent
-from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import GaussianSum
 from datalens.privacy.noise import SecureNoise
 from datalens.privacy.one_of_many import charge_block
@@ -42,25 +41,10 @@ from datalens.private.pool import Pool
 from datalens.progress import bar
 from datalens.public.fourier import Fourier
 
-ACCOUNTANT: Literal["rdp-improved"] = "rdp-improved"  # it prices all of them
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of the log-likelihood ratio
 STATISTIC = "log-likelihood ratio of the releases"
 PART = 500  # trials at a time
 METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan", "pategan", "gpate")  # that are audited; dpgan, dpsgd-gan: one gate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question(Claim):
-    accountant: ClassVar[AccountantName] = ACCOUNTANT
-
-    @property
-    def free(self) -> Ledger:
-        """For what is released and not, or not rightly, paid for."""
-        return Ledger.in_memory(Budget(epsilon=math.inf, delta=0.5, relation="add-remove", accountant=ACCOUNTANT))
-
-
-# (whether the record is there, how many trials) → log-likelihood ratios [trials], and the ε a ledger says one cost
-Trials = Callable[[bool, int], tuple[np.ndarray, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,22 +5,20 @@ For `audit_peers`. The twins that are broken on purpose are here, and no run imp
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import norm
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
+from datalens.evaluate.audits.claim import Question, Trials
 from datalens.methods.gpate import CHECK, DIGITS
 from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import LaplaceEvent
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import ConfidentGNMax, GaussianSum, LaplaceVote
 from datalens.privacy.noise import LaplaceNoise, SecureNoise
-
-if TYPE_CHECKING:
-    from datalens.evaluate.audits.methods import Question, Trials
 
 LABELS = 2  # in one trial
 QUERIES, PROJECTIONS = 64, 16  # in one trial, and of one image
@@ -33,7 +31,7 @@ def _counts(*, there: bool, queries: int, voters: int = 1) -> VoteCounts:
     return count_ballots([Ballots(teachers=torch.arange(len(choices)), choices=choices)], answers=2)
 
 
-def laplace_labels(question: "Question", *, weaker: float = 1.0, voters: int = 1) -> "Trials":
+def laplace_labels(question: Question, *, weaker: float = 1.0, voters: int = 1) -> Trials:
     """Labels of images with Laplace noise on both counts."""
     facts: dict[str, Any] = {"row_unit": "teacher", "relation": "add-remove", "noise": "operating-system", "step": 0}
     facts |= {"moved": 2 * LABELS, "queries": LABELS}
@@ -55,7 +53,7 @@ def laplace_labels(question: "Question", *, weaker: float = 1.0, voters: int = 1
     return trials
 
 
-def gaussian_labels(question: "Question", *, weaker: float = 1.0, voters: int = 1) -> "Trials":
+def gaussian_labels(question: Question, *, weaker: float = 1.0, voters: int = 1) -> Trials:
     """The same with Gaussian noise (GNMax)."""
     sigma = calibrate_sigma(sensitivity=math.sqrt(2 * LABELS), **_goal(question))
 
@@ -73,7 +71,7 @@ def gaussian_labels(question: "Question", *, weaker: float = 1.0, voters: int = 
     return trials
 
 
-def answers(question: "Question", *, weaker: float = 1.0, charged: int = QUERIES) -> "Trials":
+def answers(question: Question, *, weaker: float = 1.0, charged: int = QUERIES) -> Trials:
     """G-PATE's winners, all of which pass their check. `charged`: queries that are paid for."""
     sigma = DIGITS * calibrate_sigma(sensitivity=math.sqrt(charged * (2 + CHECK**-2)), **_goal(question))
 
@@ -93,19 +91,19 @@ def answers(question: "Question", *, weaker: float = 1.0, charged: int = QUERIES
     return trials
 
 
-def _exactly(question: "Question", *, there: bool, voters: int) -> np.ndarray:
+def _exactly(question: Question, *, there: bool, voters: int) -> np.ndarray:
     """[2]: the counts of one label themselves."""
     gate = GaussianSum(sigma=0.0, noise=SecureNoise())
     return gate.release(_counts(there=there, queries=1, voters=voters), question.free, step=0).value[0]
 
 
-def _goal(question: "Question") -> dict[str, Any]:
+def _goal(question: Question) -> dict[str, Any]:
     facts = {"epsilon": question.epsilon, "delta": question.delta}
     return facts | {"steps": 1, "accountant": question.budget.pricing()}
 
 
 # name, method, whether it is broken, its trials, whether the claim is a Gaussian mechanism's
-Listed = tuple[str, str, bool, Callable[["Question"], "Trials"], bool]
+Listed = tuple[str, str, bool, Callable[[Question], Trials], bool]
 LISTED: tuple[Listed, ...] = (
     ("Laplace noise on labels", "pategan", False, laplace_labels, False),
     ("half the Laplace noise", "pategan", True, lambda q: laplace_labels(q, weaker=2.0), False),

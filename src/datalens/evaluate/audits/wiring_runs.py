@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from datalens import driver
 from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.errors import DatalensError
 from datalens.evaluate.audits.wiring_tape import Killed, Tape
+from datalens.methods import sgd
+from datalens.methods.sgd import SgdOptions
 from datalens.options import COMPRESSORS, TrainOptions
 from datalens.plans.plugins import available
 from datalens.plans.registry import OURS, make_plan, method_named, names
@@ -228,8 +231,6 @@ def subject(name: str, options: dict[str, Any], relation: Relation, *, person: b
 
 def _train(options: dict[str, Any]) -> Train:
     def train(path: Path, out: Path, resume: bool, noise_seed: int | None) -> dict[str, Any]:
-        from datalens import driver
-
         return driver.train(
             TrainOptions(**{**options, "data": str(path), "out": out, "resume": resume, "noise_seed": noise_seed})
         )
@@ -263,9 +264,6 @@ def without(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _sgd(*, person: bool) -> Subject:
     def train(path: Path, out: Path, resume: bool, noise_seed: int | None) -> dict[str, Any]:
-        from datalens.methods import sgd
-        from datalens.methods.sgd import SgdOptions
-
         options = SgdOptions(
             data=str(path),
             out=out,
