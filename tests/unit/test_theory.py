@@ -15,7 +15,6 @@ from datalens.cli.main import main
 from datalens.errors import DatalensError
 from datalens.methods import topagg
 from datalens.public import theorem6 as theorem
-from datalens.public import theorem6_choose, theorem6_tau
 from datalens.public.theorem6 import Choice, Problem, bound
 from datalens.reproduce import theory as reproduced
 from datalens.reproduce.harness import reproduce
@@ -88,31 +87,31 @@ def test_the_dichotomy_has_a_better_constant() -> None:
 
 
 def test_tau_by_hand() -> None:
-    found = theorem6_tau.tau(np.array([[3.0, 0.0, -4.0], [0.0, 0.0, 0.0], [1e-30, 1e-30, 1e-30]]))
+    found = theorem.tau(np.array([[3.0, 0.0, -4.0], [0.0, 0.0, 0.0], [1e-30, 1e-30, 1e-30]]))
     assert found.shape == (2, 4)  # a gradient that is zero has none
     assert found[0] == pytest.approx([1.0, 0.6, 0.0, 0.0])
-    assert found[1] == pytest.approx([1.0, *(theorem6_tau.worst(k, 3) for k in (1, 2)), 0.0])
+    assert found[1] == pytest.approx([1.0, *(theorem.worst(k, 3) for k in (1, 2)), 0.0])
 
 
 def test_weibull_sizes_have_the_tau_of_their_shape() -> None:
     rng = np.random.default_rng(1)
     for shape in (0.5, 1.0, 2.0):
-        curves = theorem6_tau.tau(rng.weibull(shape, (40, 2000)))
+        curves = theorem.tau(rng.weibull(shape, (40, 2000)))
         kept = np.linspace(0, 1, 2001)
-        assert np.abs(curves.mean(axis=0) - theorem6_tau.weibull(kept, shape)).max() < 0.05
-        fitted = theorem6_tau.fit(curves.mean(axis=0))
+        assert np.abs(curves.mean(axis=0) - theorem.weibull(kept, shape)).max() < 0.05
+        fitted = theorem.fit(curves.mean(axis=0))
         assert fitted.weibull_shape == pytest.approx(shape, rel=0.1)
         assert fitted.weibull_error < 0.02
-    wrong = theorem6_tau.tau(rng.uniform(-1, 1, (40, 2000))).mean(axis=0)  # another law is not taken for one
-    assert theorem6_tau.fit(wrong).weibull_error > 2 * fitted.weibull_error
+    wrong = theorem.tau(rng.uniform(-1, 1, (40, 2000))).mean(axis=0)  # another law is not taken for one
+    assert theorem.fit(wrong).weibull_error > 2 * fitted.weibull_error
 
 
 def test_the_printed_model() -> None:
     kept = np.array([0.0, 0.5, 1.0])
-    assert theorem6_tau.printed(kept, 1.0, 0.5) == pytest.approx(
+    assert theorem.printed(kept, 1.0, 0.5) == pytest.approx(
         [1.0, (math.exp(-math.sqrt(0.5)) - math.exp(-1)) / (1 - math.exp(-1)), 0.0]
     )
-    assert theorem6_tau.printed(kept, 3.0, 0.5)[2] > 0.1  # only ρ₁ = 1 ends at 0, as the assumption wants
+    assert theorem.printed(kept, 3.0, 0.5)[2] > 0.1  # only ρ₁ = 1 ends at 0, as the assumption wants
 
 
 # --- simulated teachers -----------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ def test_the_bound_holds_and_its_twins_do_not(monkeypatch: pytest.MonkeyPatch) -
         for version in ("corrected", "sharp"):
             assert line["left"] + 3 * line["error"] <= line[version], (version, line)
         assert line["left_printed"] >= line["left"] * (1 - 1e-9)  # min of means, not the mean of mins
-        assert line["tau"] <= theorem6_tau.worst(line["k"], 40 if "flat" in line["problem"] else 24) + 1e-9
+        assert line["tau"] <= theorem.worst(line["k"], 40 if "flat" in line["problem"] else 24) + 1e-9
     assert max(line["sharp_used"] for line in lines) > 0.05  # not true by a mile
     for name, found in reproduced.twins().items():
         assert found["left"] - 3 * found["error"] > found["without d"], name
@@ -179,19 +178,17 @@ def test_the_bound_holds_and_its_twins_do_not(monkeypatch: pytest.MonkeyPatch) -
 
 def test_more_noise_wants_fewer_coordinates() -> None:
     facts = {"dimensions": 784, "teachers": 4000, "k": 200, "steps": 86}
-    found = [theorem6_choose.suggest_k(sigma=sigma, **facts).k for sigma in (1.0, 500.0, 5000.0, 50_000.0)]
+    found = [theorem.suggest_k(sigma=sigma, **facts).k for sigma in (1.0, 500.0, 5000.0, 50_000.0)]
     assert found == sorted(found, reverse=True)
     assert found[0] > 600
     assert found[-1] < 10
-    half = theorem6_choose.suggest_k(
-        sigma=5000 * math.sqrt(0.5), **facts | {"k": 100}
-    )  # the same budget, said of another k
-    assert half.k == theorem6_choose.suggest_k(sigma=5000.0, **facts).k
-    bias, noise = theorem6_choose.trade_off(sigma=5000.0, **facts)
+    half = theorem.suggest_k(sigma=5000 * math.sqrt(0.5), **facts | {"k": 100})  # the same budget, said of another k
+    assert half.k == theorem.suggest_k(sigma=5000.0, **facts).k
+    bias, noise = theorem.trade_off(sigma=5000.0, **facts)
     assert (np.diff(bias) <= 0).all()
     assert (np.diff(noise) > 0).all()
     assert bias[-1] == 0
-    best = theorem6_choose.suggest_k(sigma=5000.0, **facts)
+    best = theorem.suggest_k(sigma=5000.0, **facts)
     assert (bias + noise).min() == pytest.approx(best.bias + best.noise) == pytest.approx((bias + noise)[best.k - 1])
 
 

@@ -21,7 +21,7 @@ from datalens.options import (
 )
 
 if TYPE_CHECKING:
-    from datalens.public.theorem6_choose import Suggestion
+    from datalens.public.theorem6 import Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)

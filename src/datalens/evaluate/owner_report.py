@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import read_ledger
-from datalens.run.folder import read_config, write_atomically
+from datalens.run.folder import read_config
 from datalens.run.reservation import standing
 
 EVALUATION, AUDIT = "evaluation.json", "audit.json"

@@ -24,13 +24,14 @@ from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.files import write_atomically
 from datalens.plans.base import Part, Settings, check_seed, checked, gaps_of_blocks
 from datalens.plans.guidance import budget_warnings, read_off_warnings
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, check_epsilon, json_number, read_ledger, sync_directory
 from datalens.progress import say
-from datalens.run.folder import Run, read_config, write_atomically
+from datalens.run.folder import Run, read_config
 from datalens.run.places import check_vacant
 from datalens.run.reservation import begin, check_room, go_on
 
@@ -342,7 +343,7 @@ def train(options: SgdOptions) -> dict[str, Any]:
 
     `accuracy` is that on real test records, for the owner only: no ε covers it, and it does not belong into a log.
     """
-    from datalens.driver import choose_device
+    from datalens.run.ranks import choose_device
 
     began = time.monotonic()
     device = choose_device(options.device)

@@ -56,7 +56,7 @@ from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers, plan_memory
 from datalens.progress import say
 from datalens.public.basis import Basis, make_basis
-from datalens.public.theorem6_choose import Suggestion, suggest_k
+from datalens.public.theorem6 import Suggestion, suggest_k
 from datalens.public.transforms import Rotation, Sketch
 from datalens.released import classes
 from datalens.released.decode import Decode, agreement

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from datalens.data.records import Records
-    from datalens.public.theorem6_choose import Suggestion
+    from datalens.public.theorem6 import Suggestion
 
 # Of what settings hold: they are in the certificate, where a longer text or number would be room for something else.
 MOST_SEED, MOST_TEXT = 2**62, 500

@@ -5,11 +5,17 @@
 `printed` is Equation 3, `sketch` the same with the noise term of the proof sketch. `corrected` mends what does not
 follow (docs/theory.md has the derivation), with the constants of the paper's proof. `sharp` is the same proof without
 its losses.
+
+Below it: τ_k, how much of a gradient top-k leaves out, measured, at worst, and by the paper's Weibull model; and which k
+the bound is smallest for, from public facts: k only sets the bias of top-k against the noise.
 """
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 Version = Literal["printed", "sketch", "corrected", "sharp"]
 VERSIONS: tuple[Version, ...] = get_args(Version)
@@ -120,3 +126,115 @@ def check(problem: Problem, choice: Choice) -> None:
         raise ValueError("A, τ_k, σ and the gap are not below 0")
     if q.quantised and q.clip > 1:
         raise ValueError("a coordinate that is rounded by a coin is a chance: c is at most 1 there")
+
+
+# --- τ_k ---------------------------------------------------------------------------------------------------------------
+
+
+def tau(gradients: NDArray[np.floating]) -> NDArray[np.float64]:
+    """‖g − top_k(g)‖ / ‖g‖ for k = 0 … d, for each row [n, d] that is not zero: [n′, d + 1]."""
+    squares = np.sort(np.square(gradients.astype(np.float64)), axis=1)  # the smallest first
+    squares = squares[squares[:, -1] > 0]
+    squares /= squares[:, -1:]  # so that nothing is too small to be squared and summed
+    left = np.concatenate([np.zeros((len(squares), 1)), np.cumsum(squares, axis=1)], axis=1)
+    return np.sqrt(left / left[:, -1:])[:, ::-1]
+
+
+def worst(k: int, dimensions: int) -> float:
+    """Of any gradient: top-k keeps at least k of d equal parts of the square."""
+    return math.sqrt(1 - k / dimensions)
+
+
+def printed(kept: NDArray[np.float64], scale: float, shape: float) -> NDArray[np.float64]:
+    """The paper's τ_k ∝ exp(−(k/(ρ₁d))^ρ₂) − exp(−1), 1 at k = 0; `kept` is k/d.
+
+    With ρ₁ ≠ 1 it is not 0 at k = d, as the assumption wants: below 0 it is cut off, above it stays.
+    """
+    values = (np.exp(-((kept / scale) ** shape)) - math.exp(-1)) / (1 - math.exp(-1))
+    return np.clip(values, 0.0, 1.0)
+
+
+def weibull(kept: NDArray[np.float64], shape: float) -> NDArray[np.float64]:
+    """τ_k of many coordinates whose sizes are Weibull with this shape; the scale cancels, and τ_d is 0.
+
+    |g| = E^{1/ρ} with E exponential. What is left out has E < −log(k/d), and of the square it is the part that a gamma
+    law of 1 + 2/ρ has below that.
+    """
+    from scipy.special import gammainc
+
+    with np.errstate(divide="ignore"):
+        below = -np.log(kept)
+    return np.sqrt(gammainc(1 + 2 / shape, below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Least squares over k = 0 … d, of a mean curve."""
+
+    scale: float  # ρ₁ of the printed model
+    shape: float  # ρ₂
+    error: float  # root mean square
+    weibull_shape: float
+    weibull_error: float
+
+
+def fit(curve: NDArray[np.float64]) -> Fit:
+    """Of a curve [d + 1]."""
+    from scipy.optimize import curve_fit
+
+    kept = np.linspace(0.0, 1.0, len(curve))
+    (scale, shape), _ = curve_fit(printed, kept, curve, p0=(0.5, 0.5), bounds=([1e-3, 0.02], [20.0, 1.0]))
+    (own,), _ = curve_fit(weibull, kept, curve, p0=(0.7,), bounds=([0.05], [10.0]))
+    return Fit(
+        scale=float(scale),
+        shape=float(shape),
+        error=_rms(curve - printed(kept, scale, shape)),
+        weibull_shape=float(own),
+        weibull_error=_rms(curve - weibull(kept, own)),
+    )
+
+
+def _rms(values: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+# --- which k -----------------------------------------------------------------------------------------------------------
+
+SHAPE = 1.2  # of the Weibull law gradients are taken to follow: about that of MNIST teachers in pixels (docs/theory.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """In units of M², the largest squared gradient."""
+
+    k: int
+    bias: float
+    noise: float
+    shape: float  # that was assumed
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def suggest_k(*, dimensions: int, teachers: int, sigma: float, k: int, steps: int, shape: float = SHAPE) -> Suggestion:
+    """The k for which bias and noise together are smallest, at equal steps and budget: σ² is in proportion to k.
+
+    `sigma` is that of `k`. The sharp bound, with its best rate γ and the smallest gap that fits L and M, M²/2L.
+    """
+    bias, noise = trade_off(dimensions=dimensions, teachers=teachers, sigma=sigma, k=k, steps=steps, shape=shape)
+    best = int(np.argmin(bias + noise))
+    return Suggestion(k=best + 1, bias=float(bias[best]), noise=float(noise[best]), shape=shape)
+
+
+def trade_off(
+    *, dimensions: int, teachers: int, sigma: float, k: int, steps: int, shape: float = SHAPE
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Both parts for k = 1 … d.
+
+    Noise: (Lγ/2)(d·v + M²) + gap/(Tγ) at its best γ is M·√((d·v + M²)/T). v is the noise on a mean vote; votes are
+    gradients by their largest coordinate, so M² is that of a Weibull gradient by its largest of d.
+    """
+    ks = np.arange(1, dimensions + 1, dtype=np.float64)
+    squared = dimensions * math.gamma(1 + 2 / shape) / math.log(dimensions + 1) ** (2 / shape)
+    variance = ks / k * (sigma / teachers) ** 2
+    return weibull(ks / dimensions, shape), np.sqrt((1 + dimensions * variance / squared) / steps)

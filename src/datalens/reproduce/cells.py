@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 from datalens.options import TrainOptions
 from datalens.reproduce.output import Row, plot_bars, show, show_cost, show_ours
-from datalens.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from datalens.evaluate.classifiers import ClassifierName

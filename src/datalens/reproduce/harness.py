@@ -12,6 +12,7 @@ from typing import Any
 
 from datalens.data.named import sources
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 from datalens.progress import say
 from datalens.reproduce import (
     ablation,
@@ -31,7 +32,6 @@ from datalens.reproduce import (
 )
 from datalens.reproduce.cells import Cell, Results, Table, run_cell
 from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
-from datalens.run.folder import write_atomically
 
 
 def tables() -> dict[str, Table]:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from datalens.run.folder import write_atomically
+from datalens.files import write_atomically
 
 
 def made_in(name: str, *, full: bool, out: Path) -> Path:

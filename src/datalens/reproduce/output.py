@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from datalens.files import write_atomically
 from datalens.privacy.ledger import upwards
-from datalens.run.folder import write_atomically
 
 Row = dict[str, Any]
 

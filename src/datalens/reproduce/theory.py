@@ -21,8 +21,6 @@ from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.progress import bar, say
 from datalens.public import theorem6 as theorem
-from datalens.public import theorem6_choose
-from datalens.public import theorem6_tau as leftovers
 from datalens.reproduce import figure2
 from datalens.reproduce.compared import FEW_TEACHERS
 from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
@@ -127,7 +125,7 @@ def simulate(
         squares.append(square.mean())
         sums.append(total.mean())
         rows = gradients.reshape(-1, gradients.shape[2])
-        most = max(most, float(leftovers.tau(rows)[:, choice.k].max(initial=0.0)))
+        most = max(most, float(theorem.tau(rows)[:, choice.k].max(initial=0.0)))
         x = x - choice.rate * (_compressed(gradients, choice, rng).mean(axis=1) + _noise(x, len(rows), choice, rng))
         if step in ends:
             own = smaller / step
@@ -291,7 +289,7 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
         def look(gradients: "Gradients") -> "Contributions":
             rows = gradients.values.detach().flatten(0, 1)
             some = np.random.default_rng(len(seen)).permutation(len(rows))[:ROWS]  # of all teachers and images
-            seen.append(leftovers.tau(rows[some].cpu().numpy()))
+            seen.append(theorem.tau(rows[some].cpu().numpy()))
             return compress(gradients)
 
         return look
@@ -304,7 +302,7 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
 
 def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
     mean = curves.mean(axis=0)
-    fitted = leftovers.fit(mean)
+    fitted = theorem.fit(mean)
     facts: dict[str, Any] = {
         "dimensions": s.basis_size,
         "teachers": s.teachers,
@@ -312,7 +310,7 @@ def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
         "k": s.k,
         "steps": s.steps,
     }
-    best = theorem6_choose.suggest_k(**facts, shape=fitted.weibull_shape)
+    best = theorem.suggest_k(**facts, shape=fitted.weibull_shape)
     return {
         "name": crew.name,
         "options": crew.options,
@@ -324,9 +322,9 @@ def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
         "fit": asdict(fitted),
         "tau_at_k": float(mean[s.k]),
         "tau_at_k_most": float(curves[:, s.k].max()),
-        "tau_at_k_worst": leftovers.worst(s.k, s.basis_size),
+        "tau_at_k_worst": theorem.worst(s.k, s.basis_size),
         "suggested": best.as_dict(),
-        "suggested_by_default": theorem6_choose.suggest_k(**facts).as_dict(),
+        "suggested_by_default": theorem.suggest_k(**facts).as_dict(),
         "mean": [round(float(value), 6) for value in mean],
         "most": [round(float(value), 6) for value in curves.max(axis=0)],
     }
@@ -441,8 +439,8 @@ def _tau(axes: Any, one: dict[str, Any]) -> None:
     ks = np.arange(d + 1)
     axes.plot(ks, one["mean"], label="measured, mean")
     axes.plot(ks, one["most"], ":", label="measured, most")
-    axes.plot(ks, leftovers.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
-    axes.plot(ks, leftovers.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
+    axes.plot(ks, theorem.printed(ks / d, fit["scale"], fit["shape"]), "--", label="as printed, fitted")
+    axes.plot(ks, theorem.weibull(ks / d, fit["weibull_shape"]), "--", label="Weibull sizes, fitted")
     axes.plot(ks, np.sqrt(1 - ks / d), color="#9aa5b1", label="worst of all")
     axes.set(xlabel="k", ylabel="τ_k", title=f"{one['name']}: what top-k leaves out")
     axes.legend(frameon=False, fontsize=8)
@@ -450,7 +448,7 @@ def _tau(axes: Any, one: dict[str, Any]) -> None:
 
 def _trade_off(axes: Any, one: dict[str, Any]) -> None:
     facts = {name: one[name] for name in ("dimensions", "teachers", "sigma", "k", "steps")}
-    bias, noise = theorem6_choose.trade_off(**facts, shape=one["fit"]["weibull_shape"])
+    bias, noise = theorem.trade_off(**facts, shape=one["fit"]["weibull_shape"])
     ks = np.arange(1, one["dimensions"] + 1)
     axes.plot(ks, bias, label="bias of top-k")
     axes.plot(ks, noise, label="noise, at the best rate")

@@ -11,6 +11,7 @@ from typing import IO, Any, Protocol
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
+from datalens.files import write_atomically
 from datalens.plans.base import Settings
 from datalens.plans.registry import read_settings
 from datalens.privacy.budget import DataBudget
@@ -18,7 +19,7 @@ from datalens.privacy.events import Charge
 from datalens.privacy.ledger import Budget
 from datalens.privacy.reserve import may_follow
 from datalens.progress import counted, say
-from datalens.run.folder import Run, read_config, write_atomically
+from datalens.run.folder import Run, read_config
 from datalens.run.places import check_vacant
 
 
