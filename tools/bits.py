@@ -101,7 +101,7 @@ QUICK = f"{VOTES} --preset quick"
 CASES = (
     Case("moments", DIGITS),
     Case("moments-texture", f"{CSV} --classes left,right,up --coordinates 16 --texture 8 --texture-steps 2"),
-    Case("moments-replace-one", f"{DIGITS} --relation replace-one --coordinates 16"),
+    Case("moments-replace-one", f"{DIGITS} --relation replace-one --coordinates 16 --texture 8 --texture-steps 2"),
     Case("moments-persons", f"{OWN} --record-id prefix --coordinates 16 --texture 0"),
     Case("topagg", f"{VOTES} --warm-start off"),
     Case("topagg-quick-again", QUICK, again=True),
@@ -130,7 +130,7 @@ CASES = (
     Case("folder", "--data own --nominal-size 180 --epsilon 10 --grayscale --coordinates 16 --texture 0"),
     Case(
         "budget",
-        "--data digits --epsilon 1 --teachers 20 --steps 2 --preset quick --budget budget",
+        "--data digits --epsilon 1 --teachers 6 --steps 2 --preset quick --budget budget",
         seeded=False,
         before="budget budget --epsilon 3 --delta 1e-5 --json",
     ),

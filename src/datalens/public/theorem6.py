@@ -6,8 +6,8 @@
 follow (docs/theory.md has the derivation), with the constants of the paper's proof. `sharp` is the same proof without
 its losses.
 
-Below it: τ_k, how much of a gradient top-k leaves out, measured, at worst, and by the paper's Weibull model; and which k
-the bound is smallest for, from public facts: k only sets the bias of top-k against the noise.
+Below it: τ_k, how much of a gradient top-k leaves out, measured, at worst, and by the paper's Weibull model; and which
+k the bound is smallest for, from public facts: k only sets the bias of top-k against the noise.
 """
 
 import math
@@ -128,7 +128,7 @@ def check(problem: Problem, choice: Choice) -> None:
         raise ValueError("a coordinate that is rounded by a coin is a chance: c is at most 1 there")
 
 
-# --- τ_k ---------------------------------------------------------------------------------------------------------------
+# --- τ_k ------------------------------------------------------------------------------------------------------------
 
 
 def tau(gradients: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -198,7 +198,7 @@ def _rms(values: NDArray[np.float64]) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-# --- which k -----------------------------------------------------------------------------------------------------------
+# --- which k --------------------------------------------------------------------------------------------------------
 
 SHAPE = 1.2  # of the Weibull law gradients are taken to follow: about that of MNIST teachers in pixels (docs/theory.md)
 
