@@ -68,7 +68,7 @@ make = generator.dcgan_architecture
 generator.dcgan_architecture = lambda *a, **k: dataclasses.replace(make(*a, **k), dense=4, widths=(2, 2))
 how, after = sys.argv.pop(1), int(sys.argv.pop(1))
 if how == "stopped":
-    from datalens.runs import Run
+    from datalens.run.folder import Run
     steps = Run.steps
     def until(self, *a, **k):
         for number, step in enumerate(steps(self, *a, **k), start=1):
