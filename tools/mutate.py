@@ -69,7 +69,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_norm_topk.py::test_whole_rows_give_the_same_sum",
     ),
     "files.py": ("unit/test_files.py",),
-    "privacy/journal.py": ("unit/test_journal.py", "unit/test_survivors.py", "unit/test_parts.py"),
+    "privacy/journal.py": (
+        *("unit/test_journal.py", "unit/test_survivors.py", "unit/test_parts.py", "unit/test_wholeness.py"),
+    ),
     "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
     "privacy/mechanisms.py": (
         *("unit/test_mechanisms.py", "unit/test_exact_noise.py", "unit/test_ledger.py", "statistical/test_noise.py"),
