@@ -113,9 +113,13 @@ def _quickly() -> Iterator[None]:
     from datalens.methods import topagg as method
 
     make, threads = method.dcgan_architecture, torch.get_num_threads()
-    narrow = {"dense": 32, "widths": (8, 8)}
+
+    def narrow(*sizes: Any, **named: Any) -> Any:
+        full = make(*sizes, **named)
+        return dataclasses.replace(full, dense=min(32, full.dense), widths=(8,) * len(full.widths))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(method, "dcgan_architecture", lambda *a, **k: dataclasses.replace(make(*a, **k), **narrow))
+        patch.setattr(method, "dcgan_architecture", narrow)
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)

@@ -569,10 +569,10 @@ def dies_after_latest(rank: int) -> None:
     often(rank)
     forget = Journal.forget_before
 
-    def deadly(self: Journal, ledger: Any, *, step: int) -> None:
+    def deadly(self: Journal, ledger: Any, *, step: int, part: str = "") -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        forget(self, ledger, step=step)
+        forget(self, ledger, step=step, part=part)
 
     Journal.forget_before = deadly  # type: ignore[method-assign]
 

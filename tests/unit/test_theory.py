@@ -258,7 +258,7 @@ def test_gradients_of_all_teachers_and_images_are_looked_at(tmp_path: Path, monk
 
     monkeypatch.setattr(figure2, "watched_run", watched)
     monkeypatch.setattr(reproduced, "ROWS", 100)
-    monkeypatch.setattr(reproduced.leftovers, "tau", lambda found: seen.append(found) or found)
+    monkeypatch.setattr(reproduced.theorem, "tau", lambda found: seen.append(found) or found)
     crew = reproduced.Crew(name="made up", options={"data": "digits", "epsilon": 1.0, "delta": 1e-5}, how="")
     with pytest.raises(KeyboardInterrupt):
         reproduced.measure_crew(crew, tmp_path, "cpu")

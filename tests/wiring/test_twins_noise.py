@@ -272,7 +272,7 @@ def something_called_released_that_passed_no_gate(patch: Patch) -> None:
 @twin("gpate", "resumed")
 @twin("datalens topk-sign", "resumed")
 def what_was_kept_is_asked_for_again(patch: Patch) -> None:
-    patch.setattr(Journal, "find", lambda self, ledger, *, step: None)
+    patch.setattr(Journal, "find", lambda self, ledger, *, step, part="": None)
 
 
 @twin("dpmerf", "neighbours")

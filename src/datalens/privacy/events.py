@@ -30,7 +30,8 @@ CLOSENESS = 2e-34
 # Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
 MOST_NOISE = 2.0**40
 LARGEST = 1e150  # squares of it are still numbers
-MOST_COUNT = 2**62  # a longer number in a ledger would be room for something else
+# A longer number in a ledger would be room for something else.
+MOST_COUNT, MOST_COORDINATES = 2**62, 10**36
 
 _PART_NAME = re.compile(r"[A-Za-z0-9-]{0,40}")
 
@@ -387,8 +388,9 @@ def _check(event: Charge, *, numbers: tuple[str, ...] = (), counts: tuple[str, .
             raise TamperedError(f"an event's {name} must be a number from 0 to {LARGEST:g}, not {str(value)[:40]}")
     for name in counts:
         value = getattr(event, name)
-        if type(value) is not int or not 0 <= value < MOST_COUNT:
-            raise TamperedError(f"an event's {name} must be a whole number from 0 to 2^62, not {str(value)[:40]}")
+        most = MOST_COORDINATES if name == "coordinates" else MOST_COUNT
+        if type(value) is not int or not 0 <= value < most:
+            raise TamperedError(f"an event's {name} must be a whole number from 0 to {most:g}, not {str(value)[:40]}")
     for name, allowed in _CHOICES.items():
         if getattr(event, name) not in allowed:
             raise TamperedError(f"an event's {name} must be one of {', '.join(allowed)}, not {getattr(event, name)!r}")
