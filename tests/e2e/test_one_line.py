@@ -61,7 +61,8 @@ def test_what_nobody_foresaw_is_a_line_too(box):
 def test_what_a_command_of_several_needs(datalens):
     said = "datalens data needs one of list, get; `datalens data --help` shows all options"
     assert datalens("data").refused() == f"datalens: {said}"
-    assert "datalens data has no option --json" in datalens("data", "--json").refused()
+    assert "datalens data needs a command of its own before --json" in datalens("data", "--json").refused()
+    assert "datalens audit needs a command of its own before --json" in datalens("audit", "--json").refused()
 
 
 @pytest.mark.parametrize(

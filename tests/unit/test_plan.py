@@ -468,3 +468,11 @@ def test_what_to_expect_gets_better_with_epsilon() -> None:
     assert "expect noise" in few.expect(MNIST, budget)[0]
     budget, merf = make_plan(TrainOptions(data="mnist", out=Path("x"), method="dpmerf"), MNIST)
     assert merf.expect(MNIST, budget) == []
+
+
+def test_topagg_is_a_preset_of_datalens_alone() -> None:
+    """It is advertised: the same as `--warm-start off`."""
+    asked = TrainOptions(out=Path("unused"), preset="topagg")
+    assert make_plan(asked, MNIST)[1] == plan()[1]
+    with pytest.raises(DatalensError, match="choose paper or code"):
+        make_plan(dataclasses.replace(asked, method="datalens-paper"), MNIST)

@@ -30,6 +30,8 @@ def in_one_line(box: str, prog: str) -> str:
         return f"{found[2]} must be one of {found[3].replace(chr(39), '')}, not {found[1]!r}"
     if found := re.search(r"Unrecognized (?:or misplaced )?options: (\S+?),? ", text + " "):
         meant = re.search(r"Perhaps you meant: (--\S+)", text)
+        if meant and meant[1] == found[1]:  # an option of one of its commands
+            return f"{prog} needs a command of its own before {found[1]}: `{prog} --help` lists them"
         hint = f"did you mean {meant[1]}?" if meant else options
         return f"{prog} has no {'option' if found[1].startswith('-') else 'place for'} {found[1]}: {hint}"
     if found := re.search(r"Missing subcommand Expected one of \{(.*?)\}", text):

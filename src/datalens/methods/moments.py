@@ -29,7 +29,7 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.options import NoiseName, TrainOptions
+from datalens.options import MOMENT_OVERRIDES, NoiseName, TrainOptions
 from datalens.plans.base import (
     Method,
     Part,
@@ -381,10 +381,6 @@ RELEASE_SHARES = {
 # Where the noise leaves room for hardly any coordinates, nothing about texture could be heard, and class means and
 # counts are most of what can be known.
 HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
-OPTIONS = (
-    *("coordinates", "texture", "texture_steps", "sums_quantile", "covariances_quantile", "histogram_share"),
-    *("sums_share", "covariances_share", "texture_sums_share", "texture_covariances_share"),
-)
 
 
 def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> MomentSettings:
@@ -409,7 +405,7 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
     }
     if heard < HARDLY_ANY:
         values |= SCARCE
-    values |= {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    values |= {name: value for name in MOMENT_OVERRIDES if (value := getattr(options, name)) is not None}
     if values["texture"] == 0:
         values["texture_steps"] = 0
     settings = MomentSettings(
@@ -606,7 +602,7 @@ MOMENTS = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({*OPTIONS, "warm_start", "noise", "chunk"}),
+    options=frozenset({*MOMENT_OVERRIDES, "warm_start", "noise", "chunk"}),
     presets=("default",),
     persons=True,
 )

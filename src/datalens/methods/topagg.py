@@ -30,7 +30,7 @@ from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
 from datalens.methods.ensemble import HIDDEN
-from datalens.options import COMPRESSORS, CompressName, MethodName, NetworkName, NoiseName, TrainOptions
+from datalens.options import COMPRESSORS, OVERRIDES, CompressName, MethodName, NetworkName, NoiseName, TrainOptions
 from datalens.plans.base import (
     Method,
     Part,
@@ -397,17 +397,12 @@ def _ours(name: str, schema: Schema, epsilon: float) -> dict[str, Any]:
 # The papers print neither the levels of D²P-Fed nor the table of FetchSGD that they used: these are ours.
 LEVELS, MOST_LEVELS = 16, 128
 SKETCH_ROWS, MOST_SKETCH = 5, 2**16
-OPTIONS = (
-    *("teachers", "network", "k", "sigma", "beta", "clip", "steps", "teacher_steps", "batch"),
-    *("linear", "teacher_rate", "student_rate", "student_decay", "gamma", "latent"),
-    *("basis", "basis_size", "compress", "decode", "levels", "sketch_rows", "sketch_columns", "mechanism"),
-)
 
 
 def plan(options: TrainOptions, preset_name: str, schema: Schema, budget: Budget) -> TopAggSettings:
     """Fix every setting, from public facts."""
     name, values = preset(options.method, preset_name, schema, options.epsilon)
-    asked = {field: value for field in OPTIONS if (value := getattr(options, field)) is not None}
+    asked = {field: value for field in OVERRIDES if (value := getattr(options, field)) is not None}
     if options.student_decay is not None:
         asked["student_decay"] = options.student_decay == "cosine"
     _adjust_to_what_was_asked(values, asked, schema)
@@ -764,7 +759,7 @@ TOPAGG = Method(
     gather=gather,
     train=train,
     follow=follow,
-    options=frozenset({*OPTIONS, "balanced", "warm_start", "noise", "chunk"}),
+    options=frozenset({*OVERRIDES, "balanced", "warm_start", "noise", "chunk"}),
     presets=("default", "quick"),
     persons=True,
     teachers=True,

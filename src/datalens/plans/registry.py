@@ -107,7 +107,8 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     budget = _budget(options, method)
     if not of_ours:
         _check_known(options, method)
-    preset = options.preset or method.presets[0]
+    alone = options.method == "datalens" and options.preset == "topagg"  # `chosen` has heard what it says
+    preset = method.presets[0] if alone or options.preset is None else options.preset
     if preset not in method.presets:
         raise DatalensError(f"--preset {preset} is unknown to {options.method}: choose {' or '.join(method.presets)}")
     settings = method.plan(options, preset, schema, budget)
