@@ -229,4 +229,5 @@ class Table:
     markdown: Callable[[list[Row]], str] = show_accuracies
     plot: Callable[[list[Row], str, Path], None] = plot_bars
     shares_runs: bool = False  # with other tables: what one has trained the others find
+    measured: tuple[str, ...] = ()  # a kept cell without one of these is scored again
     kept_as: str | None = None  # under which name its cells are kept, where another table has the same ones

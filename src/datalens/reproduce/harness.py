@@ -103,10 +103,12 @@ def reproduce(
         assert cell.options is not None
         data = cell.options["data"]
         found = kept(place, cell.name, {"options": cell.asked})
-        if found is None:
+        if found is None or (stored is None and not set(table.measured) <= found.keys()):
             folder_of = _folder_of(data, data_folder)
             here = folder_of or sources.downloadable(data) or sources.cached(data)
             if stored is not None or not here or (only is not None and not fnmatch.fnmatch(cell.name, only)):
+                if found is not None:
+                    results[cell.name] = found
                 continue
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
             shared = out / f"runs-{mode}" / cell.run_name if table.shares_runs else None
