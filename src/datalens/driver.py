@@ -26,9 +26,11 @@ from datalens.run.places import check_vacant
 from datalens.run.reservation import begin, check_room, go_on
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from datalens.data.records import Records
+    from datalens.data.records import Dataset, Records
     from datalens.plans.base import Gathered
     from datalens.run.ranks import World
 
@@ -52,7 +54,8 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
         world.agree({"out": str(options.out), **job.facts()})
         settings, method = job.settings, method_of(job.settings)
         world.together(lambda: _check_ranks(settings, method, world))
-        place = Place(device=world.device, folder=options.out, world=world, chunk=options.chunk)
+        asked = {**job.options, **options.own}
+        place = Place(device=world.device, folder=options.out, world=world, options=asked, held_out=_held_out(job))
 
         run = world.together(lambda: _open(options, job) if world.leads else None)
         if run is not None:
@@ -97,7 +100,9 @@ def _closing(run: Run) -> str:
     settings, steps, budget = run.settings, run.completed, run.ledger.budget
     planned, counted = settings.steps_planned, settings.step_name
     short = "" if run.interrupted or steps == planned or counted != "steps" else f" of {planned}"
-    lost = 0 if settings.one_charge else len(run.ledger.events) - steps
+    lost = run.lost
+    if lost is None:
+        lost = 0 if settings.one_charge else len(run.ledger.events) - steps
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost > 0 else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     return (
@@ -109,7 +114,7 @@ def _closing(run: Run) -> str:
 def _facts(run: Run, began: float) -> dict[str, Any]:
     """What `--json` prints."""
     settings, budget = run.settings, run.ledger.budget
-    own = settings.facts(run.ledger.events)
+    own = settings.facts(run.ledger.events) | run.facts
     return {
         "run": str(run.path),
         "method": settings.method,
@@ -127,6 +132,7 @@ def _facts(run: Run, began: float) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 2),
         "private": math.isfinite(budget.epsilon) and not settings.noise_seeded,
         "interrupted": run.interrupted,
+        **{name: value for name, value in own.items() if name not in ("warm_start", "sigma")},
     }
 
 
@@ -162,6 +168,14 @@ def _check_ranks(settings: Settings, method: Method, world: "World") -> None:
             f"{world.size} ranks are more than {settings.least_records} teachers: start at most "
             f"{settings.least_records}, or raise --teachers"
         )
+
+
+def _held_out(job: Job) -> "Callable[[], Dataset] | None":
+    """Return a reader of the test split, where the data came by a name or from files."""
+    if job.records is not None:
+        return None
+    data, folder, reading = job.options["data"], job.options.get("data_folder"), Reading.of(job.options)
+    return lambda: formats.load(data, "test", folder=folder, reading=reading)
 
 
 def _records(job: Job) -> "Records":

@@ -8,9 +8,9 @@ from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.options import TrainOptions, options_as_dict
+from datalens.options import TrainOptions
 from datalens.plans.base import Settings
-from datalens.plans.registry import make_plan, read_settings
+from datalens.plans.registry import make_plan, method_of, read_settings
 from datalens.privacy.ledger import Budget
 from datalens.run.board import writer_class
 from datalens.run.folder import read_config
@@ -58,7 +58,7 @@ def make_job(options: TrainOptions, given: set[str] | None, records: "Records | 
     else:
         schema = records.schema
     budget, settings = make_plan(options, schema)
-    return Job(options=options_as_dict(options), settings=settings, schema=schema, budget=budget, begun=False)
+    return Job(options=options.remembered(), settings=settings, schema=schema, budget=budget, begun=False)
 
 
 def _restarted(options: TrainOptions) -> bool:
@@ -76,10 +76,13 @@ PROMISED = ("epsilon", "delta", "relation", "noise_seed")
 def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
     """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
     config = read_config(options.out)
-    begun, asked = config["options"], options_as_dict(options)
+    begun, asked = config["options"], options.remembered()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name, value in asked.items():
-        named = name in PROMISED or getattr(options, name) != defaults[name] if given is None else name in given
+        if given is None:
+            named = name in PROMISED or name in options.own or getattr(options, name) != defaults[name]
+        else:
+            named = name in given
         if named and value != begun.get(name):
             if name == "budget" and begun.get(name) is None:
                 raise DatalensError(
@@ -90,7 +93,8 @@ def _as_begun(options: TrainOptions, given: set[str] | None) -> Job:
                 f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
             )
     settings, schema = read_settings(config["settings"]), Schema.from_dict(config["schema"])
-    if settings.makes == "classifier":
-        raise DatalensError(f"{options.out} was begun by `datalens sgd`: go on with that")
+    command = method_of(settings).command
+    if command != ("sgd" if options.method == "sgd" else "train"):
+        raise DatalensError(f"{options.out} was begun by `datalens {command}`: go on with that")
     settings.check(schema)
     return Job(options=begun, settings=settings, schema=schema, budget=None, begun=True)

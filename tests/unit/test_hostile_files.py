@@ -19,9 +19,7 @@ from datalens.data.own.reading import Reading
 from datalens.data.records import collect
 from datalens.driver import train
 from datalens.errors import DatalensError
-from datalens.methods.sgd import SgdOptions
-from datalens.methods.sgd import train as train_sgd
-from datalens.options import TrainOptions, options_as_dict
+from datalens.options import TrainOptions
 from datalens.pages import check_may_replace
 from datalens.plans.registry import make_plan
 from datalens.privacy.budget import Cap, DataBudget
@@ -160,7 +158,7 @@ def test_who_loses_the_race_for_out_reserves_nothing(
     ended: list[str] = []
 
     def one() -> None:
-        facts: dict[str, Any] = {"options": options_as_dict(asked), "data_sha256": "0" * 64}
+        facts: dict[str, Any] = {"options": asked.remembered(), "data_sha256": "0" * 64}
         try:
             schema = formats.schema("digits")
             reservation.begin(asked, asked.out, settings=settings, schema=schema, budget=budget, **facts).close()
@@ -193,7 +191,7 @@ def test_an_epsilon_that_protects_nobody_is_refused(tmp_path: Path, epsilon: flo
     with pytest.raises(DatalensError, match="protects nobody: use inf"):
         train(TrainOptions(out=tmp_path / "run", **DIGITS | {"epsilon": epsilon}))
     with pytest.raises(DatalensError, match="protects nobody: use inf"):
-        train_sgd(SgdOptions(data="digits", out=tmp_path / "run", epsilon=epsilon))
+        train(TrainOptions(method="sgd", data="digits", out=tmp_path / "run", epsilon=epsilon))
     assert not (tmp_path / "run").exists()
     Budget(epsilon=epsilon, delta=1e-5, relation="add-remove", accountant="exact")  # as a ledger may have it
 
@@ -253,7 +251,7 @@ def from_python(root: Path, budget: Path, name: str) -> None:
 
 def from_sgd(root: Path, budget: Path, name: str) -> None:
     folder = a_folder_of_classes(root / "scans", "a", name)
-    train_sgd(SgdOptions(data=str(folder), nominal_size=60, out=root / "run", budget=budget))
+    train(TrainOptions(method="sgd", data=str(folder), nominal_size=60, out=root / "run", budget=budget))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ def test_a_run_that_could_not_be_opened_again_reserves_nothing(
 
     budget, settings = make_plan(TrainOptions(out=tmp_path / "run", **DIGITS), formats.schema("digits"))
     asked = TrainOptions(out=tmp_path / "run", budget=data_budget, **DIGITS)
-    facts: dict[str, Any] = {"options": options_as_dict(asked), "data_sha256": "0" * 64}
+    facts: dict[str, Any] = {"options": asked.remembered(), "data_sha256": "0" * 64}
     before = {path.name: path.read_bytes() for path in data_budget.iterdir()}
     monkeypatch.setattr(f"datalens.run.reservation.{unreadable}", refuse)
     with pytest.raises(DatalensError, match="could not be opened again"):

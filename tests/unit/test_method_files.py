@@ -15,7 +15,9 @@ METHODS = Path(datalens.__file__).parent / "methods"
 RECORDS = ("datalens.private", "datalens.bounded", "datalens.data.records", "datalens.data.formats")
 # A timed step on random images; and the schedule of `sgd`, whose rows' bound `bounded.norm_topk` states.
 APART = {"seconds_a_step", "schedule_of"}
-PUBLIC = {"sgd.py": ["SgdSettings uses features", "plan uses features"]}  # a setting's name; frozen public networks
+PUBLIC = {
+    "sgd.py": ["SgdSettings uses features", "plan uses features", "sgd_usual uses features"]
+}  # a setting's name; frozen public networks
 FILES = {path.name: path.read_text(encoding="utf-8") for path in METHODS.glob("*.py") if path.name != "__init__.py"}
 
 
@@ -62,7 +64,7 @@ def test_a_planted_look_at_records_is_found(name: str) -> None:
         "from datalens.private.shares import Shares as Peeked\n",
         "from datalens.bounded.clip import Peeked\n",
     ):
-        direct = line + text + "\n\ndef plan(options, preset, schema, budget):\n    return Peeked(options)\n"
+        direct = line + text + "\n\ndef plan(request, schema, budget):\n    return Peeked(request)\n"
         assert reaches_records(direct) == ["plan uses Peeked"]
         through = line + text + "\n\ndef helper(x):\n    return Peeked(x)\n\n\nclass ASettings:\n    size = helper\n"
         assert reaches_records(through) == ["helper uses Peeked"]

@@ -413,7 +413,10 @@ def test_any_setting_of_moments_can_be_overridden() -> None:
         ({"sums_share": math.inf}, "--sums-share"),
         ({"coordinates": 30, "warm_start": "off"}, "--coordinates is about private moments"),
         ({"texture": 0, "teachers": 10}, "--texture is about private moments"),
-        ({"texture": 0, "method": "datalens-paper"}, "--texture is about private moments"),
+        (
+            {"texture": 0, "method": "datalens-paper"},
+            "--texture means nothing to --method datalens-paper: it belongs to private",
+        ),
         ({"texture": 0, "method": "dcgan"}, "--texture means nothing to --method dcgan"),
     ],
     ids=str,

@@ -176,12 +176,12 @@ def test_a_training_whose_certificate_does_not_stand_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few: dpsgd.Setting
 ) -> None:
     """The broken twin: a certificate that states less noise than was charged for."""
-    written = release.write_model
+    written = release.write_release
 
     def quieter(*args: Any, settings: Any, **others: Any) -> Path:
         return written(*args, settings=dpsgd.replace(settings, sigma=2.0), **others)
 
-    monkeypatch.setattr(release, "write_model", quieter)
+    monkeypatch.setattr(release, "write_release", quieter)
     lab = dpsgd.Lab(tmp_path / "cells.jsonl", "cpu", workers=1)
     with pytest.raises(DatalensError, match="another sigma"):
         lab.all([(few, 0)])

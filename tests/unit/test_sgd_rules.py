@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from datalens.bounded.norm_topk import NormTopK
+from datalens.data import formats
 from datalens.gradients.optimizer import Plan
-from datalens.methods.sgd import SgdOptions, Trainer, plan, sgd_usual, share_of_rate
+from datalens.methods.sgd import SgdSettings, Trainer, sgd_usual, share_of_rate
+from datalens.options import TrainOptions
+from datalens.plans.registry import make_plan
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
@@ -23,11 +26,15 @@ def test_what_is_usual_follows_public_facts(tmp_path: Path) -> None:
     little, much = (sgd_usual(**facts, nominal_size=60_000, epsilon=e) for e in (0.2, 1.0))
     assert (little.batch_size, little.epochs, much.epochs) == (2000, 6.0, 30.0)
     assert sgd_usual(**facts, nominal_size=10_000, epsilon=1.0).epochs == 5.0
-    options = SgdOptions(data="mnist", out=tmp_path, epsilon=0.2, accountant="rdp-improved")
-    settings, _, _ = plan(options, torch.device("cpu"))
+    options = TrainOptions(method="sgd", data="mnist", out=tmp_path, epsilon=0.2, accountant="rdp-improved")
+    _, settings = make_plan(options, formats.schema("mnist"))
+    assert isinstance(settings, SgdSettings)
     assert (settings.batch_size, settings.steps, settings.clip, settings.falls) == (2000, 180, 0.3, True)
     assert settings.rate == pytest.approx(12.0)
-    other, _, _ = plan(dataclasses.replace(options, clip=1.0, constant_rate=True), torch.device("cpu"))
+    _, other = make_plan(
+        dataclasses.replace(options, own={"clip": 1.0, "constant_rate": True}), formats.schema("mnist")
+    )
+    assert isinstance(other, SgdSettings)
     assert other.rate == pytest.approx(0.3 * settings.rate) and not other.falls  # a step is as long at any clip
 
 

@@ -36,7 +36,7 @@ def test_help_names_every_command_and_is_quick(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     for verb in ("train", "plan", "sample", "verify", "budget"):
         assert f"\n  {verb} " in said
-    assert len([line for line in said.splitlines() if line.startswith("  ")]) == len(main._commands())
+    assert len([line for line in said.splitlines() if line.startswith("  ")]) == len(main.COMMANDS)
     assert min(_seconds([sys.executable, "-m", "datalens", "--help"]) for _ in range(3)) < 0.5
 
 

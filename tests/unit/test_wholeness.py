@@ -12,7 +12,7 @@ from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, TamperedError
 from datalens.methods.topagg import TopAggSettings
-from datalens.options import TrainOptions, options_as_dict
+from datalens.options import TrainOptions
 from datalens.plans.registry import make_plan
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
@@ -46,7 +46,7 @@ def begin(out: Path) -> Run:
     budget, settings = make_plan(options(out), SCHEMA)
     return Run.create(
         out,
-        options=options_as_dict(options(out)),
+        options=options(out).remembered(),
         settings=settings,
         budget=budget,
         schema=SCHEMA,

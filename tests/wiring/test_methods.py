@@ -11,7 +11,7 @@ import pytest
 from datalens.errors import DatalensError
 from datalens.evaluate.audits import wiring
 from datalens.evaluate.audits.wiring_runs import RELATIONS, SGD, asked, subject
-from datalens.options import COMPRESSORS
+from datalens.plans.plugins import COMPRESSORS
 from datalens.plans.registry import method_named, names
 from datalens.privacy.events import Relation
 from datalens.private.pool import Pool

@@ -1,18 +1,17 @@
 """DataLens from Python, in scikit-learn's habits: construct with plain values, `fit`, `sample`."""
 
-import math
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import numpy as np
 from sklearn.base import BaseEstimator
 
 from datalens.errors import DatalensError, TamperedError
 from datalens.files import write_atomically
-from datalens.options import TrainOptions
+from datalens.options import TrainOptions, check_value
 from datalens.run.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -56,10 +55,9 @@ class Certificate:
         return dict(self._fields)
 
 
-# Options of `datalens train` that have another place here, or none: what is ignored in silence is not asked for.
-_NOT_HERE = ("data", "data_folder", "out", "resume", "json", "budget", "nominal_size")
+# Options of `datalens train` that are parameters here; of the other shared ones, only these can be given as `options`.
 _OWN = ("epsilon", "delta", "method", "relation", "preset", "warm_start", "accountant", "noise", "seed", "device")
-_OF_FILES = ("label", "classes", "image_size", "grayscale", "record_id")
+_ALSO = ("noise_seed", "tensorboard")
 
 
 class DataLens(BaseEstimator):
@@ -269,13 +267,14 @@ class DataLens(BaseEstimator):
         options = dict(self.options or {})
         if both := [name for name in options if name in _OWN]:
             raise DatalensError(f"options: {both[0]!r} is a parameter of DataLens itself: give it there")
+        kinds = get_type_hints(TrainOptions, include_extras=True)
+        if refused := [name for name in options if name in kinds and name not in _ALSO]:
+            raise DatalensError(f"options: {refused[0]!r} is no option of `datalens train` that can be set from here")
         asked = {name: getattr(self, name) for name in _OWN} | options
-        kinds = get_type_hints(TrainOptions)
-        unknown = [name for name in asked if name not in kinds or name in (*_NOT_HERE, *_OF_FILES)]
-        if unknown:
-            raise DatalensError(f"options: {unknown[0]!r} is no option of `datalens train` that can be set from here")
-        for name, value in asked.items():
-            _check_choice(name, value, kinds[name])
+        for name in asked.keys() & kinds.keys():
+            check_value(name, asked[name], kinds[name])
+            if asked[name] != asked[name]:  # NaN
+                raise DatalensError(f"{name} must be a number, not {asked[name]!r}")
         folder = None if self.budget is None else Path(self.budget)
         begun = (run / "config.json").is_file()
         return TrainOptions(data=self.name, out=run, budget=folder, resume=begun, record_id=group_name, **asked)
@@ -287,15 +286,3 @@ class DataLens(BaseEstimator):
         if not hasattr(self, "release_"):
             raise DatalensError("this model has no release yet: call fit, or DataLens.load")
         return self.release_
-
-
-def _check_choice(name: str, value: Any, kind: Any) -> None:
-    """The command line refuses what is none of the choices; here nobody has yet."""
-    parts = (kind,) if get_origin(kind) is Literal else get_args(kind)
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    if choices and str not in parts and value is not None and value not in choices:
-        raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-    if kind is float and not (isinstance(value, int | float) and not math.isnan(value)):
-        raise DatalensError(f"{name} must be a number, not {value!r}")
-    if kind is int and type(value) is not int:
-        raise DatalensError(f"{name} must be a whole number, not {value!r}")

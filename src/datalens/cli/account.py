@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from datalens.cli.output import Json, show
+from datalens.cli.output import show
+from datalens.options import Json
 
 
 @dataclass(frozen=True, kw_only=True)

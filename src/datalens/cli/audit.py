@@ -1,14 +1,14 @@
 """`datalens audit`: try to prove the claimed ε wrong."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, arg
 
-from datalens.cli.output import DataFolder, Json, audited, synthetic_of
+from datalens.cli.output import audited, synthetic_of
 from datalens.errors import DatalensError
-from datalens.options import Classes, Grayscale, ImageSize, Label
+from datalens.options import DataFolder, Json, ReadingOptions
 
 _Epsilon = Annotated[float, arg(help="The claim under attack.")]
 _Delta = Annotated[float, arg(help="The bound on ε is at this δ too.")]
@@ -154,10 +154,7 @@ class AuditAttacks:
     """The real data set it was made from; its test split is held out."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
-    label: Label = None
-    classes: Classes = None
-    image_size: ImageSize = None
-    grayscale: Grayscale = False
+    files: ReadingOptions = field(default_factory=ReadingOptions)
     count: int = 10_000
     """Synthetic images to attack, when a run is given."""
     records: int = 60_000
@@ -174,7 +171,7 @@ class AuditAttacks:
         if self.records < 1:
             raise DatalensError(f"--records must be at least 1, not {self.records}")
         dataset = synthetic_of(self.synthetic, self.count)
-        reading = Reading.of(self)
+        reading = Reading.of(self.files)
         training = formats.load_some(self.data, most=self.records, folder=self.data_folder, reading=reading)
         held_out = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
         shadows = None
@@ -187,21 +184,14 @@ class AuditAttacks:
         return audited(result, lines, json=self.json)
 
 
-Audit = (
-    Annotated[AuditMechanism, subcommand("mechanism")]
-    | Annotated[AuditEndToEnd, subcommand("end-to-end")]
-    | Annotated[AuditMoments, subcommand("moments")]
-    | Annotated[AuditMethods, subcommand("methods")]
-    | Annotated[AuditWiring, subcommand("wiring")]
-    | Annotated[AuditAttacks, subcommand("attacks")]
+COMMANDS: dict[str, type] = {
+    "mechanism": AuditMechanism,
+    "end-to-end": AuditEndToEnd,
+    "moments": AuditMoments,
+    "methods": AuditMethods,
+    "wiring": AuditWiring,
+    "attacks": AuditAttacks,
+}
+DESCRIPTION = (
+    "Try to prove the claimed ε wrong. Exit code 1 if that works, or if a deliberately broken twin is not caught."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditCommand:
-    """Try to prove the claimed ε wrong. Exit code 1 if that works, or if a deliberately broken twin is not caught."""
-
-    action: Audit
-
-    def __call__(self) -> int:
-        return self.action()

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from datalens.cli.output import Json, show
+from datalens.cli.output import show
 from datalens.errors import DatalensError
+from datalens.options import Json
 
 _ONCE = "(to make a new budget)"
 

@@ -1,11 +1,11 @@
 """`datalens data`: the named data sets."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional
 
-from datalens.cli.output import Json, show
+from datalens.cli.output import show
+from datalens.options import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,5 @@ class DataGet:
         return 0
 
 
-Data = Annotated[DataList, subcommand("list")] | Annotated[DataGet, subcommand("get")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataCommand:
-    """List the named data sets, or get one."""
-
-    action: Data
-
-    def __call__(self) -> int:
-        return self.action()
+COMMANDS: dict[str, type] = {"list": DataList, "get": DataGet}
+DESCRIPTION = "List the named data sets, or get one."

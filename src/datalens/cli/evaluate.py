@@ -1,14 +1,14 @@
 """`datalens evaluate`: how useful, how varied and how faithful synthetic images are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
 
-from datalens.cli.output import DataFolder, Json, show, synthetic_of
+from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
-from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId
+from datalens.options import DataFolder, Json, ReadingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,7 @@ class Evaluate:
     """The real data set to test on."""
     data_folder: DataFolder = None
     """Where a named data set lies that cannot be downloaded."""
-    label: Label = None
-    classes: Classes = None
-    image_size: ImageSize = None
-    grayscale: Grayscale = False
-    record_id: RecordId = None
-    """As for training; what is measured goes by images all the same."""
+    files: ReadingOptions = field(default_factory=ReadingOptions)
     measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
@@ -66,7 +61,7 @@ class Evaluate:
         if min(self.sizes, default=1) < 1:
             raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
         needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
-        reading = Reading.of(self)
+        reading = Reading.of(self.files)
         test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
         dataset = synthetic_of(self.synthetic, needed)
         settings = measures.Settings(

@@ -1,14 +1,14 @@
 """`datalens inspect`: a look at one's own data before anything is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from datalens.cli.output import Json, show
+from datalens.cli.output import show
 from datalens.errors import DatalensError
-from datalens.options import Classes, Grayscale, ImageSize, Label, RecordId
+from datalens.options import Json, ReadingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,7 @@ class Inspect:
 
     path: Positional[Path]
     """A folder of images, or a .parquet, .csv, .npz or idx file: what --data of `train` takes."""
-    label: Label = None
-    classes: Classes = None
-    image_size: ImageSize = None
-    grayscale: Grayscale = False
-    record_id: RecordId = None
+    files: ReadingOptions = field(default_factory=ReadingOptions)
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: a round figure)")] = None
     """For the plans: about how many records there are."""
     delta: float = 1e-5
@@ -36,7 +32,7 @@ class Inspect:
         if self.most is not None and self.most < 1:
             raise DatalensError(f"--most must be at least 1, not {self.most}")
         found = inspection.inspect(
-            self.path, Reading.of(self), nominal_size=self.nominal_size, delta=self.delta, most=self.most
+            self.path, Reading.of(self.files), nominal_size=self.nominal_size, delta=self.delta, most=self.most
         )
         show(found, inspection.lines(found), json=self.json)
         return 0

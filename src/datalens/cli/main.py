@@ -1,55 +1,56 @@
 """The command line: one thin subcommand per verb. Progress and messages go to stderr, results to stdout."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
 import json
 import os
 import sys
-from typing import Annotated, Any, NoReturn, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 from tyro.conf import subcommand
 
-from datalens.cli import train
+from datalens.cli import audit, data
 from datalens.cli.account import Account
-from datalens.cli.audit import AuditCommand
 from datalens.cli.budget import DataBudgetCommand
 from datalens.cli.compare import Compare
-from datalens.cli.data import DataCommand
 from datalens.cli.evaluate import Evaluate
 from datalens.cli.inspect import Inspect
-from datalens.cli.mistakes import in_one_line, no_command
+from datalens.cli.mistakes import check, no_command
 from datalens.cli.output import EXIT_INTERRUPTED
 from datalens.cli.plan import Plan
 from datalens.cli.report import Report
 from datalens.cli.reproduce import Reproduce
 from datalens.cli.sample import Sample
-from datalens.cli.sgd import Sgd
 from datalens.cli.sign import Sign
+from datalens.cli.train import Sgd, Train, command_for, explain, given_in
 from datalens.cli.verify import Verify
 from datalens.errors import DatalensError, SaidElsewhere
-from datalens.options import TrainOptions
 
-Command = (
-    Annotated[TrainOptions, subcommand("train")]
-    | Annotated[Inspect, subcommand("inspect")]
-    | Annotated[Plan, subcommand("plan")]
-    | Annotated[Sgd, subcommand("sgd")]
-    | Annotated[Sample, subcommand("sample")]
-    | Annotated[Evaluate, subcommand("evaluate")]
-    | Annotated[Account, subcommand("account")]
-    | Annotated[Verify, subcommand("verify")]
-    | Annotated[Sign, subcommand("sign")]
-    | Annotated[DataBudgetCommand, subcommand("budget")]
-    | Annotated[AuditCommand, subcommand("audit")]
-    | Annotated[Report, subcommand("report")]
-    | Annotated[Compare, subcommand("compare")]
-    | Annotated[DataCommand, subcommand("data")]
-    | Annotated[Reproduce, subcommand("reproduce")]
-)
-
+# Each command's class; for those that have commands of their own, the classes of these by name.
+COMMANDS: dict[str, type | dict[str, type]] = {
+    "train": Train,
+    "inspect": Inspect,
+    "plan": Plan,
+    "sgd": Sgd,
+    "sample": Sample,
+    "evaluate": Evaluate,
+    "account": Account,
+    "verify": Verify,
+    "sign": Sign,
+    "budget": DataBudgetCommand,
+    "audit": audit.COMMANDS,
+    "report": Report,
+    "compare": Compare,
+    "data": data.COMMANDS,
+    "reproduce": Reproduce,
+}
+OF_METHODS = ("train", "plan", "sgd")  # they have a method's options besides their own
+SAID = {"audit": audit.DESCRIPTION, "data": data.DESCRIPTION}  # of those without a class
 
 DESCRIPTION = "Private images in, synthetic images out, with a differential-privacy certificate."
 SHELLS = ("bash", "zsh", "tcsh")
@@ -69,8 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[:1] == ["--completion"]:
         if arguments[1:2] not in ([shell] for shell in SHELLS):
             _fail(f"say for which shell: --completion {', '.join(SHELLS)}", 2)
-        arguments = ["--tyro-print-completion", arguments[1]]
-    given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+        tyro.cli(_all(), prog="datalens", config=CONFIG, args=["--tyro-print-completion", arguments[1]])
+        return
+    given = given_in(arguments)
     fail = functools.partial(_fail, as_json="json" in given)
     command = None
     try:
@@ -93,41 +95,61 @@ def main(arguments: list[str] | None = None) -> None:
         fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
 
 
-def _commands() -> dict[str, Any]:
-    return {verb.__metadata__[0].name: verb.__origin__ for verb in get_args(Command)}
+CONFIG = (
+    tyro.conf.OmitSubcommandPrefixes,
+    tyro.conf.OmitArgPrefixes,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.PositionalMetavarFromFieldName,
+)
 
 
-def _parse(arguments: list[str]) -> Any:
-    """A parser for the one verb that was named: for all of them it takes half a second to build."""
-    if arguments[0] not in _commands() and not arguments[0].startswith("-"):
-        raise DatalensError(no_command(arguments[0], _commands()))
-    asked: dict[str, Any] = {"f": Command, "prog": "datalens", "description": DESCRIPTION, "args": arguments}
-    if arguments[0] in _commands():
-        asked = {"f": _commands()[arguments[0]], "prog": f"datalens {arguments[0]}", "args": arguments[1:]}
-    config = (
-        tyro.conf.OmitSubcommandPrefixes,
-        tyro.conf.OmitArgPrefixes,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.PositionalMetavarFromFieldName,
-    )
+def _parse(words: list[str]) -> Any:
+    """Return the command, read by a parser for it alone: one for all of them takes half a second to build."""
+    verb, rest = words[0], words[1:]
+    if verb not in COMMANDS:
+        raise DatalensError(no_command(verb, COMMANDS))
+    command, prog, method = COMMANDS[verb], f"datalens {verb}", ""
+    if isinstance(command, dict):
+        if rest[:1] in (["-h"], ["--help"]):
+            sys.stdout.write(_help(prog, SAID[verb], command))
+            sys.exit(0)
+        if rest[:1] == [] or rest[0] not in command:
+            raise DatalensError(f"{prog} needs one of {', '.join(command)}; `{prog} --help` shows what they do")
+        command, prog, rest = command[rest[0]], f"{prog} {rest[0]}", rest[1:]
+    elif verb in OF_METHODS:
+        command, method = command_for(verb, rest, command)
+    check(command, rest, prog, explain=functools.partial(explain, method=method) if method else None)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(config=config, **asked)
+            return tyro.cli(command, prog=prog, args=rest, config=CONFIG)
     except SystemExit as error:
         if not error.code:
             raise
-        raise DatalensError(in_one_line(said.getvalue(), str(asked["prog"]))) from None
+        raise DatalensError(f"this command line cannot be read: `{prog} --help` shows all options") from None
 
 
-def _help() -> str:
-    """Every verb with the first paragraph of its docstring; no parser is built for it."""
-    first = {name: " ".join(kind.__doc__.split("\n\n")[0].split()) for name, kind in _commands().items()}
+def _all() -> Any:
+    """Return a type of all commands, for the script that completes words."""
+    found = []
+    for name, command in COMMANDS.items():
+        if isinstance(command, dict):
+            below = tuple(Annotated[kind, subcommand(verb)] for verb, kind in command.items())
+            command = dataclasses.make_dataclass(name, [("action", Union[below])], kw_only=True)  # noqa: UP007
+        elif name in OF_METHODS:
+            command, _ = command_for(name, ["--seed"], command)
+        found.append(Annotated[command, subcommand(name)])
+    return Union[tuple(found)]  # noqa: UP007
+
+
+def _help(prog: str = "datalens", description: str = DESCRIPTION, commands: Mapping[str, Any] = COMMANDS) -> str:
+    """Return every command with the first paragraph of its docstring; no parser is built for it."""
+    first = {name: SAID.get(name) or " ".join(kind.__doc__.split("\n\n")[0].split()) for name, kind in commands.items()}
     verbs = "\n".join(f"  {name:10} {said}" for name, said in first.items())
+    more = f"; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}` prints a script that completes words"
     return (
-        f"usage: datalens COMMAND [OPTIONS]\n\n{DESCRIPTION}\n\n{verbs}\n\n"
-        f"`datalens COMMAND --help` shows its options; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}`"
-        " prints a script that completes words.\n"
+        f"usage: {prog} COMMAND [OPTIONS]\n\n{description}\n\n{verbs}\n\n"
+        f"`{prog} COMMAND --help` shows its options{more if prog == 'datalens' else ''}.\n"
     )
 
 
@@ -167,9 +189,9 @@ def _fail(message: str, code: int, *, as_json: bool = False) -> NoReturn:
 
 
 def _run(command: Any, given: set[str]) -> int:
-    if isinstance(command, TrainOptions):
-        return train.train(command, given)
+    if isinstance(command, Train):
+        return command.run(given)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         message = "only `datalens train` runs on several ranks: call this one without torchrun"
         raise DatalensError(message) if os.environ.get("RANK", "0") == "0" else SaidElsewhere(message)
-    return command()
+    return command.run(given) if isinstance(command, Plan | Sgd) else command()

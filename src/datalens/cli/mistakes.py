@@ -1,44 +1,146 @@
-"""What is wrong with a command line, in one line."""
+"""Read a command line by the fields of its options, and say in one line what is wrong with it.
 
+The parser (tyro) is given words that were checked here, so what it would draw in boxes is never seen.
+"""
+
+import dataclasses
 import difflib
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-KINDS = {"INT": "a whole number", "FLOAT": "a number", "{None}|INT": "a whole number", "{None}|FLOAT": "a number"}
+from tyro.conf import Positional
+
+from datalens.errors import DatalensError
+
+_POSITIONAL = get_args(Positional[int])[1]
+KINDS = {int: ("INT", "a whole number"), float: ("FLOAT", "a number")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """One option, or one positional argument, of a command."""
+
+    name: str  # as it is typed
+    positional: bool
+    required: bool
+    many: bool  # takes any number of values
+    switch: bool  # takes none
+    choices: tuple[str, ...]  # empty: any value of its kind
+    kind: type
+    metavar: str
+
+    def problem(self, value: str) -> str | None:
+        """Return what is wrong with a value, or None."""
+        if self.choices:
+            return None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
+        if self.kind in KINDS:
+            try:
+                self.kind(value)
+            except ValueError:
+                return f"must be {KINDS[self.kind][1]}, not {value!r}"
+        return None
+
+
+def arguments(command: type) -> Iterator[Argument]:
+    """Yield the arguments of a command's dataclass; those of nested dataclasses are its own."""
+    hints = get_type_hints(command, include_extras=True)
+    for field in dataclasses.fields(command):
+        kind, marks = _plain(hints[field.name])
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from arguments(kind)
+            continue
+        said = next((mark for mark in marks if hasattr(mark, "metavar")), None)
+        positional = any(mark is _POSITIONAL for mark in marks)
+        many = get_origin(kind) is tuple
+        parts = get_args(kind) if get_origin(kind) not in (None, Literal) else (kind,)
+        choices = tuple(str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part))
+        plain = next((part for part in parts if part in (int, float)), str)
+        yield Argument(
+            name=(said and said.name) or field.name.rstrip("_").replace("_", "-"),
+            positional=positional,
+            required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            many=many,
+            switch=kind is bool,
+            choices=() if str in parts else choices,
+            kind=plain,
+            metavar=(said and said.metavar)
+            or (field.name.upper() if positional else "PATH" if "Path" in str(kind) else KINDS.get(plain, ("STR",))[0]),
+        )
+
+
+def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type without the marks of `Annotated`, and the marks."""
+    if get_origin(kind) is Annotated:
+        inner, marks = _plain(get_args(kind)[0])
+        return inner, (*get_args(kind)[1:], *marks)
+    return kind, ()
+
+
+def check(command: type, words: list[str], prog: str, *, explain: Callable[[str], str | None] | None = None) -> None:
+    """Raise if these words are no command line of this command.
+
+    Args:
+        explain: returns what is to be said of an option that this command does not have, if there is more to say than
+            which one is near.
+    """
+    known = list(arguments(command))
+    options = {f"--{argument.name}": argument for argument in known if not argument.positional}
+    places = [argument for argument in known if argument.positional]
+    help_shows = f"`{prog} --help` shows all options"
+    if "-h" in words or "--help" in words:
+        return
+    given: set[str] = set()
+    taken = 0
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            if taken >= len(places):
+                raise DatalensError(f"{prog} has no place for {word}: {help_shows}")
+            _check_value(places[taken], word, places[taken].metavar)
+            given.add(places[taken].name)
+            taken += not places[taken].many
+            continue
+        name, _, joined = word.partition("=")
+        name = name.replace("_", "-")
+        if name not in options:
+            raise DatalensError(
+                (explain and explain(name)) or f"{prog} has no option {name}: {near(name, options) or help_shows}"
+            )
+        option = options[name]
+        given.add(option.name)
+        values = [joined] if "=" in word else []
+        while rest and not rest[0].startswith("--") and not option.switch and (option.many or not values):
+            values.append(rest.pop(0))
+        if not values and not option.switch:
+            raise DatalensError(f"{name} needs a value ({option.metavar}); {help_shows}")
+        for value in values:
+            _check_value(option, value, name)
+    missing = [
+        argument.metavar if argument.positional else f"--{argument.name} {argument.metavar}"
+        for argument in known
+        if argument.required and argument.name not in given
+    ]
+    if missing:
+        raise DatalensError(f"{prog} needs {' and '.join(missing)}; {help_shows}")
+
+
+def _check_value(argument: Argument, value: str, name: str) -> None:
+    if problem := argument.problem(value):
+        raise DatalensError(f"{name} {problem}")
+
+
+def near(name: str, known: Iterable[str]) -> str | None:
+    """Return a question that names the option that was probably meant: one that begins so, or is spelled alike."""
+    known = list(known)
+    begins = sorted(option for option in known if option.startswith(name)) if len(name) > 3 else []
+    meant = begins[:1] or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {meant[0]}?" if meant else None
 
 
 def no_command(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    """Return what to say of a command that there is not."""
+    meant = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {meant[0]}? " if meant else ""
     return f"there is no command {name!r}: {hint}`datalens --help` lists them"
-
-
-def in_one_line(box: str, prog: str) -> str:
-    """What tyro says in a box of many lines, drawn with lines where the terminal has them."""
-    ruled = [re.sub(r"[─-]{4,}", "", line) for line in box.splitlines()]
-    inside = [re.sub(r"^[│╭╰]─?|[│╮╯]\s*$", "", line).rstrip() for line in ruled]
-    text = " ".join(" ".join(inside).split())
-    options = f"`{prog} --help` shows all options"
-    if found := re.search(r"Error parsing (\S+): (.*?)(?: Argument helptext: (.*?) For full|$)", text):
-        name, trouble, shown = found[1], found[2], found[3] or ""
-        value = re.search(r"\['(.*?)'\]|: '(.*?)'$", trouble)
-        kind = next((said for word, said in KINDS.items() if f"{name} {word}" in shown), None)
-        if value and kind:
-            return f"{name} must be {kind}, not {value[1] or value[2]!r}"
-        return f"{name}: {trouble}; {options}"
-    if found := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?),?\)", text):
-        return f"{found[2]} must be one of {found[3].replace(chr(39), '')}, not {found[1]!r}"
-    if found := re.search(r"Unrecognized (?:or misplaced )?options: (\S+?),? ", text + " "):
-        meant = re.search(r"Perhaps you meant: (--\S+)", text)
-        if meant and meant[1] == found[1]:  # an option of one of its commands
-            return f"{prog} needs a command of its own before {found[1]}: `{prog} --help` lists them"
-        hint = f"did you mean {meant[1]}?" if meant else options
-        return f"{prog} has no {'option' if found[1].startswith('-') else 'place for'} {found[1]}: {hint}"
-    if found := re.search(r"Missing subcommand Expected one of \{(.*?)\}", text):
-        return f"{prog} needs one of {found[1]}; {options}"
-    if "Missing from" in text:
-        first = next(number for number, line in enumerate(inside) if "Missing from" in line) + 1
-        deep = len(inside[first]) - len(inside[first].lstrip())  # what each of them is for stands below it, farther in
-        names = [line.strip() for line in inside[first:] if re.match(f" {{{deep}}}\\S", line) and prog not in line]
-        return f"{prog} needs {' and '.join(names)}; {options}"
-    return f"{text[:300]}; {options}"

@@ -4,17 +4,13 @@ import json as json_module
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING, Any
 
 from datalens.errors import DatalensError
 
 if TYPE_CHECKING:
     from datalens.released.synthetic import SyntheticDataset
 
-Json = Annotated[bool, arg(help="Print one JSON object as the last line of stdout.")]
-DataFolder = Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")]
 EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
 
 

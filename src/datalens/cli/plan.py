@@ -1,61 +1,27 @@
 """`datalens plan`: what would be done, and what it would cost."""
 
-import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import arg
-
-from datalens.cli.output import DataFolder, Json, show
-from datalens.options import (
-    Classes,
-    Grayscale,
-    ImageSize,
-    Label,
-    MethodName,
-    NetworkName,
-    RecordId,
-    TrainOptions,
-    WarmStart,
-)
+from datalens.cli.output import show
+from datalens.cli.train import asked
+from datalens.errors import DatalensError
+from datalens.options import BudgetOptions, DataOptions, Json, MethodOptions, PriceOptions
 
 if TYPE_CHECKING:
     from datalens.public.theorem6 import Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Show what `train` would do and what each part would cost. No record is read."""
+class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
+    """Show what `train` would do and what each part would cost. No record is read.
 
-    data: Annotated[str, arg(metavar="NAME|PATH")]
-    """A named data set, or a file or folder of your own."""
-    data_folder: DataFolder = None
-    """Where a named data set lies that cannot be downloaded."""
-    nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(required for your own data)")] = None
-    """For your own file or folder: about how many records it has, declared public."""
-    label: Label = None
-    classes: Classes = None
-    image_size: ImageSize = None
-    grayscale: Grayscale = False
-    record_id: RecordId = None
-    epsilon: float = 1.0
-    delta: float = 1e-5
-    relation: Literal["add-remove", "replace-one"] = "add-remove"
-    accountant: Annotated[
-        Literal["exact", "rdp", "rdp-improved", "pld"] | None,
-        arg(help_behavior_hint="(default: exact; for datalens-paper: rdp)"),
-    ] = None
-    method: MethodName | str = "datalens"
-    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first named)")] = None
-    """As for `train`."""
-    warm_start: Annotated[WarmStart | None, arg(help_behavior_hint="(default: moments, for datalens)")] = None
-    network: Annotated[NetworkName | None, arg(help_behavior_hint="(default: from the preset)")] = None
-    teachers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: from the preset)")] = None
+    Each method has options of its own: `datalens plan --method NAME --help`.
+    """
+
     json: Json = False
 
-    def __call__(self) -> int:
+    def run(self, given: set[str]) -> int:
         from datalens.data import formats
         from datalens.data.own.reading import Reading
         from datalens.data.records import check_fixed_positions
@@ -63,11 +29,12 @@ class Plan:
         from datalens.plans.registry import make_plan
         from datalens.privacy.ledger import json_number
 
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.data is None:
+            raise DatalensError("say which data: --data mnist, or see `datalens data list`")
         reading = Reading.of(self)
         schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
         looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
-        budget, settings = make_plan(TrainOptions(out=Path("plan"), **asked), schema)
+        budget, settings = make_plan(asked(self, given), schema)
         if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
             check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
         parts = settings.costs(schema, budget)

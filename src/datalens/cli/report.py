@@ -6,9 +6,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from datalens.cli.output import Json, release_of, show
+from datalens.cli.output import release_of, show
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
+from datalens.options import Json
 
 
 @dataclass(frozen=True, kw_only=True)

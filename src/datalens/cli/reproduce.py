@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from datalens.cli.output import EXIT_REFUSED, DataFolder, Json, show
+from datalens.cli.output import EXIT_REFUSED, show
 from datalens.errors import DatalensError
+from datalens.options import DataFolder, Json
 
 
 @dataclass(frozen=True, kw_only=True)

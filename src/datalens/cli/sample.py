@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from datalens.cli.output import Json, release_of, show
+from datalens.cli.output import release_of, show
+from datalens.options import Json
 
 
 @dataclass(frozen=True, kw_only=True)

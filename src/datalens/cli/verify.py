@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from datalens.cli.output import EXIT_REFUSED, Json, release_of, show
+from datalens.cli.output import EXIT_REFUSED, release_of, show
 from datalens.errors import DatalensError, TamperedError, UnpriceableEvent
+from datalens.options import Json
 
 
 @dataclass(frozen=True, kw_only=True)

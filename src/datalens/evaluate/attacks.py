@@ -258,7 +258,7 @@ def _shadow(
     with Scratch() as folder:  # mode 0700, and gone afterwards
         file, out = Path(folder) / "half.npz", Path(folder) / "run"
         np.savez(file, images=pool.images[chosen], labels=pool.labels[chosen], classes=np.array(pool.schema.classes))
-        known = {name: value for name, value in options.items() if name in TrainOptions.__dataclass_fields__}
+        known = dict(options)
         known |= {"data": str(file), "data_folder": None, "nominal_size": size, "out": out, "seed": seed}
         known |= {"label": None, "classes": None, "image_size": None, "grayscale": False, "record_id": None}
         known |= {"teachers": max(1, round(teachers_each * size)), "epsilon": float(options["epsilon"])}

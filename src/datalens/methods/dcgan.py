@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, Part, Place, StepSettings, asked, common
+from datalens.options import WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, StepSettings, asked, common
 from datalens.privacy.events import unprotected
 from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import release_unprotected
@@ -25,6 +25,14 @@ from datalens.public.critic import fresh_critic
 from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent, fresh_generator
 from datalens.run.folder import Alone, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    steps: WholeNumber = None
+    """Steps of discriminator and generator."""
+    batch: WholeNumber = None
+    """Records, and generated images, in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,7 @@ class DcganSettings(StepSettings):
 EPOCHS = 10
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> DcganSettings:
+def plan(request: Request, schema: Schema, budget: Budget) -> DcganSettings:
     if budget.epsilon < float("inf"):
         raise BudgetExceeded(
             f"--method dcgan has no noise, which {budget.describe(budget.epsilon)} does not cover: use --epsilon inf"
@@ -82,9 +90,9 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         "slim": 1,
         "average": 0.999,
     }
-    if preset == "quick":
+    if request.preset == "quick":
         values |= {"steps": 800, "rate": 1e-3, "width": 16, "slim": 4, "average": 0.99}
-    return DcganSettings(**common(options, preset), **(values | asked(options, "steps", "batch")))
+    return DcganSettings(**common(request), **(values | asked(request.options, "steps", "batch")))
 
 
 LOG_EVERY = 100
@@ -122,6 +130,6 @@ METHOD = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({"steps", "batch"}),
+    options=Options,
     persons=True,
 )

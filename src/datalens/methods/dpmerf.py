@@ -15,8 +15,8 @@ import torch
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, Part, Place, StepSettings, asked, common, whole_number_law
+from datalens.options import Noise, WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, StepSettings, asked, common, whole_number_law
 from datalens.plans.guidance import nothing_stands_out
 from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import DiscreteGaussianEvent, GaussianEvent
@@ -33,6 +33,15 @@ from datalens.run.folder import Run
 
 GRID = 2**16
 COUNTED = GRID // 2  # of a row's length, what a record counts for itself; room for features: 0.87 of the grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    steps: WholeNumber = None
+    """Steps of the generator, after the one release."""
+    batch: WholeNumber = None
+    """Generated images in a step."""
+    noise: Noise = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +104,21 @@ class DpmerfSettings(StepSettings):
         return "length of the noise of a class's features by the number of its records"
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> DpmerfSettings:
-    law = whole_number_law(options, budget)
+def plan(request: Request, schema: Schema, budget: Budget) -> DpmerfSettings:
+    law = whole_number_law(request, budget)
     values: dict[str, Any] = {
         "steps": 1,
         "frequencies": 1000,
         "grid": GRID,
         "counted": COUNTED,
-        "generator_steps": 100 if preset == "quick" else 300,
+        "generator_steps": 100 if request.preset == "quick" else 300,
         "batch": 20,
         "rate": 0.01,
         "latent": 20,
         "slim": 4,
     }
-    values |= asked(options, "batch")
-    values["generator_steps"] = options.steps or values["generator_steps"]
+    values |= asked(request.options, "batch")
+    values["generator_steps"] = request.options.steps or values["generator_steps"]
     sensitivity = GRID * (1.0 if budget.relation == "add-remove" else 2.0)
     cells = len(schema.classes) * (2 * values["frequencies"] + 1)
     sigma = calibrate_sigma(
@@ -121,7 +130,7 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         law=law,
         coordinates=cells,
     )
-    return DpmerfSettings(**common(options, preset), noise=law, sigma=sigma, **values)
+    return DpmerfSettings(**common(request), noise=law, sigma=sigma, **values)
 
 
 def gather(records: Records, settings: DpmerfSettings, place: Place) -> Pool:
@@ -154,5 +163,5 @@ METHOD = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({"steps", "batch", "noise"}),
+    options=Options,
 )

@@ -1,13 +1,14 @@
 """What methods whose teachers vote have in common: the teachers, and how records are shared out."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.options import TrainOptions
-from datalens.plans.base import Place, StepSettings, asked
+from datalens.options import CHOICE, WholeNumber
+from datalens.plans.base import Place, Request, StepSettings, asked
+from datalens.privacy.ledger import Budget
 from datalens.private.networks import Network, network_named
 from datalens.private.partition import rule_named
 from datalens.private.shares import Shares
@@ -15,7 +16,27 @@ from datalens.private.teachers import Teachers
 from datalens.public.basis import make_basis
 
 HIDDEN = {"spectral": 16, "compact": 16, "paper": 256, "printed": 256}  # units of the teachers' dense layer
-OPTIONS = ("teachers", "network", "basis", "basis_size", "teacher_steps", "batch", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """The options of every method whose teachers vote."""
+
+    teachers: WholeNumber = None
+    """Number of teachers, each on its own share of the records."""
+    network: Annotated[Literal["spectral", "compact", "paper"] | None, CHOICE] = None
+    """The teachers' network. spectral: over cosine coefficients. compact: a small convolutional one. paper: of the
+    paper's size."""
+    steps: WholeNumber = None
+    """Steps of the student; each asks the teachers about one batch."""
+    batch: WholeNumber = None
+    """Synthetic images per step."""
+    teacher_steps: WholeNumber = None
+    """Steps of each teacher per step of the student."""
+    basis: Annotated[Literal["pixel", "dct"] | None, CHOICE] = None
+    """Coordinates in which teachers vote."""
+    basis_size: WholeNumber = None
+    """How many low-frequency coordinates (dct only)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +75,8 @@ class EnsembleSettings(StepSettings):
             )
 
 
-def teacher_values(options: TrainOptions, schema: Schema, *, records_each: int) -> dict[str, Any]:
-    """Small teachers over low-frequency cosines, which a CPU carries by the thousand; or as asked."""
+def teacher_values(request: Request, schema: Schema, budget: Budget, *, records_each: int) -> dict[str, Any]:
+    """Return settings of small teachers over low-frequency cosines, thousands of which fit a CPU; or as asked."""
     values: dict[str, Any] = {
         "teachers": max(1, schema.nominal_size // records_each),
         "network": "spectral",
@@ -67,12 +88,12 @@ def teacher_values(options: TrainOptions, schema: Schema, *, records_each: int) 
         "teacher_batch": 15,
         "latent": 50,
     }
-    values |= asked(options, *OPTIONS)
+    values |= asked(request.options, *TeacherOptions.__dataclass_fields__)
     full = schema.dimensions
     values.setdefault("basis_size", full if values["basis"] == "pixel" else min(64, full))
     values["hidden"] = HIDDEN[values["network"]]
     # A replaced record keeps its position, but not its hash (see `methods.topagg.plan`).
-    values["shares"] = "balanced" if options.relation == "replace-one" else "hashed"
+    values["shares"] = "balanced" if budget.relation == "replace-one" else "hashed"
     return values
 
 

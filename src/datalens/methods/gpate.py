@@ -19,9 +19,9 @@ from datalens.bounded.ballots import binned
 from datalens.bounded.contributions import count_ballots
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.ensemble import OPTIONS, EnsembleSettings, make_teachers, share_out, teacher_values
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, Part, Place, asked, common, unbroken
+from datalens.methods.ensemble import EnsembleSettings, TeacherOptions, make_teachers, share_out, teacher_values
+from datalens.options import Number, WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, asked, common, unbroken
 from datalens.privacy.calibration import calibrate_sigma
 from datalens.privacy.events import Charge, GaussianEvent, UnknownEvent, confident_answer, confident_check
 from datalens.privacy.ledger import Budget
@@ -34,6 +34,16 @@ from datalens.released.decode import DecodeBins
 from datalens.released.generator import Generator, dcgan_architecture
 from datalens.released.student import Student
 from datalens.run.folder import Alone, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TeacherOptions):
+    projections: WholeNumber = None
+    """Random directions in which teachers vote, per synthetic image."""
+    bins: WholeNumber = None
+    """Answers a teacher may choose from, in each direction."""
+    threshold: Number = None
+    """The part of the teachers that must seem to agree, or there is no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +142,12 @@ DIGITS = 1 + 1e-9  # for the last digits of two charges that together cost what 
 CHECK = 6.0  # the check's noise by that of the answers, as in the published setting for ε = 10
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> GPateSettings:
-    quick = preset == "quick"
-    values = teacher_values(options, schema, records_each=60 if quick else 15)
+def plan(request: Request, schema: Schema, budget: Budget) -> GPateSettings:
+    quick = request.preset == "quick"
+    values = teacher_values(request, schema, budget, records_each=60 if quick else 15)
     values = {"steps": 100 if quick else 300, "batch": 20 if quick else 60} | values
     values |= {"projections": min(16, values["basis_size"]), "bins": 2, "threshold": 0.5, "gamma": 1e-3}
-    values |= {"student_rate": 1e-3} | asked(options, "projections", "bins", "threshold")
+    values |= {"student_rate": 1e-3} | asked(request.options, "projections", "bins", "threshold")
     queries = values["batch"] * values["projections"]
     sigma = calibrate_sigma(
         sensitivity=math.sqrt(queries * (2 + CHECK**-2)),  # of check and answers together, in units of the answers' σ
@@ -147,7 +157,7 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         accountant=budget.pricing(),
     )
     noise: dict[str, Any] = {"noise": "gaussian", "sigma": DIGITS * sigma, "sigma_check": CHECK * DIGITS * sigma}
-    return GPateSettings(**common(options, preset), **noise, **values)
+    return GPateSettings(**common(request), **noise, **values)
 
 
 def train(run: Run, shares: Shares, settings: GPateSettings, place: Place) -> Generator:
@@ -212,7 +222,7 @@ METHOD = Method(
     plan=plan,
     gather=share_out,
     train=train,
-    options=frozenset({*OPTIONS, "projections", "bins", "threshold"}),
+    options=Options,
     persons=True,
     teachers=True,
 )

@@ -21,8 +21,8 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, Part, Place, StepSettings, asked, common
+from datalens.options import Number, WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, StepSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.events import OneOfManyEvent
 from datalens.privacy.ledger import Budget
@@ -37,6 +37,18 @@ from datalens.public.learner import Learner
 from datalens.released.follow import follow
 from datalens.released.generator import Generator, draw_latent, fresh_generator
 from datalens.run.folder import Alone, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    teachers: WholeNumber = None
+    """Number of discriminators, each on its own share of the records."""
+    steps: WholeNumber = None
+    """Blocks of steps of the generator."""
+    batch: WholeNumber = None
+    """Records, and generated images, in a step."""
+    clip: Number = None
+    """What the gradient at a generated image is clipped to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +129,11 @@ def _event(sigma: float, budget: Budget, values: dict[str, Any], *, step: int = 
     )
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> GswganSettings:
+def plan(request: Request, schema: Schema, budget: Budget) -> GswganSettings:
     values: dict[str, Any] = {
         "noise": "gaussian",
         "teachers": max(1, schema.nominal_size // 60),
-        "shares": "balanced" if options.relation == "replace-one" else "hashed",
+        "shares": "balanced" if budget.relation == "replace-one" else "hashed",
         "block": 100,
         "steps": 200,
         "batch": 32,
@@ -135,7 +147,7 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
         "latent": 10,
         "slim": 1,
     }
-    if preset == "quick":
+    if request.preset == "quick":
         values |= {
             "teachers": max(1, schema.nominal_size // 600),
             "block": 20,
@@ -144,9 +156,9 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
             "warm_steps": 10,
         }
         values |= {"trained": 2, "width": 8, "slim": 4, "teacher_rate": 1e-3, "rate": 1e-3}
-    values |= asked(options, "teachers", "steps", "batch", "clip")
+    values |= asked(request.options, "teachers", "steps", "batch", "clip")
     values["trained"] = min(values["trained"], values["teachers"])
-    settings = {**common(options, preset), **values}
+    settings = {**common(request), **values}
     GswganSettings(**settings, sigma=0.0).check(schema)
     sigma = calibrate_event(
         lambda sigma: _event(sigma, budget, values, seeded=False),
@@ -206,7 +218,7 @@ METHOD = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({"teachers", "steps", "batch", "clip"}),
+    options=Options,
     accountant="rdp-improved",
     persons=True,
     teachers=True,

@@ -20,20 +20,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from tyro.conf import arg
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.options import MOMENT_OVERRIDES, NoiseName, TrainOptions
+from datalens.options import Noise, NoiseName, Number, WholeNumber
 from datalens.plans.base import (
     Method,
     Part,
     Place,
+    Request,
     Settings,
     can_be_exact,
     check_exact_noise,
@@ -84,6 +86,35 @@ NOISE_BY = (
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Parts of the budget are in proportion to the shares."""
+
+    warm_start: Annotated[Literal["moments", "off"] | None, arg(help_behavior_hint="")] = None
+    """off: teachers vote (TopAgg), which has options of its own (`--warm-start off --help`)."""
+    coordinates: WholeNumber = None
+    """Low-frequency coordinates of an image."""
+    texture: WholeNumber = None
+    """Coordinates of texture; 0: images without texture."""
+    texture_steps: WholeNumber = None
+    """Gradient steps that carry an image to its texture."""
+    sums_quantile: Number = None
+    """Class sums clip at this quantile of the norms, as released."""
+    covariances_quantile: Number = None
+    """Covariances clip at this quantile."""
+    histogram_share: Number = None
+    """Share of each histogram of norms."""
+    sums_share: Number = None
+    """Share of class sums."""
+    covariances_share: Number = None
+    """Share of class covariances."""
+    texture_sums_share: Number = None
+    """Share of the class sums of texture."""
+    texture_covariances_share: Number = None
+    """Share of its class covariances."""
+    noise: Noise = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,10 +414,11 @@ RELEASE_SHARES = {
 HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> MomentSettings:
-    """Coordinates, as many as the noise leaves room for; all else is the same for all."""
-    check_exact_noise(options)
-    exact = can_be_exact(options) and math.isfinite(budget.epsilon)
+def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
+    """Fix every setting: as many coordinates as the noise leaves room for; all else is the same for all data."""
+    options: Options = request.options
+    check_exact_noise(request)
+    exact = can_be_exact(request) and math.isfinite(budget.epsilon)
     records = schema.nominal_size / len(schema.classes)
     mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
     if mu * math.sqrt(RELEASE_SHARES["covariances_share"]) < SMALLEST_MU:
@@ -405,15 +437,16 @@ def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> 
     }
     if heard < HARDLY_ANY:
         values |= SCARCE
-    values |= {name: value for name in MOMENT_OVERRIDES if (value := getattr(options, name)) is not None}
+    overrides = Options.__dataclass_fields__.keys() - {"warm_start", "noise"}
+    values |= {name: value for name in overrides if (value := getattr(options, name)) is not None}
     if values["texture"] == 0:
         values["texture_steps"] = 0
     settings = MomentSettings(
         method="datalens",
-        preset=preset,
+        preset=request.preset,
         warm_start="moments",
-        seed=options.seed,
-        noise_seeded=options.noise_seed is not None,
+        seed=request.seed,
+        noise_seeded=request.noise_seed is not None,
         noise=options.noise or ("discrete-gaussian" if exact else "gaussian"),
         bins=48,
         grid=GRID,
@@ -602,7 +635,7 @@ MOMENTS = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({*MOMENT_OVERRIDES, "warm_start", "noise", "chunk"}),
+    options=Options,
     presets=("default",),
     persons=True,
 )

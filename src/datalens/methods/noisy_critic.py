@@ -24,8 +24,8 @@ from datalens.bounded.norm_topk import NormTopK
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, Part, Place, StepSettings, asked, common
+from datalens.options import Number, WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, StepSettings, asked, common
 from datalens.privacy.calibration import calibrate_event
 from datalens.privacy.dpsgd import GradientGate, Schedule, poisson_sample
 from datalens.privacy.events import Charge, SubsampledGaussianEvent
@@ -41,6 +41,18 @@ from datalens.run.folder import Alone, Run
 
 # Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
 ROUNDING, LEAST_CLIP = 1e-6, 1e-12  # as in `bounded.norm_topk`, which takes too long to import for a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    steps: WholeNumber = None
+    """Blocks of steps of the generator."""
+    batch: WholeNumber = None
+    """Expected number of records in a step of the critic."""
+    clip: Number = None
+    """What the norm of a record's gradient is clipped to."""
+    teacher_steps: WholeNumber = None
+    """Steps of the critic per step of the generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +166,18 @@ QUICK: dict[str, Any] = {"steps": 20, "block": 20, "batch": 64, "fakes": 32, "wi
 QUICK |= {"critic_rate": 1e-3, "generator_rate": 1e-3}
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> NoisyCriticSettings:
+def plan(request: Request, schema: Schema, budget: Budget) -> NoisyCriticSettings:
     if budget.relation != "add-remove":
         raise DatalensError(
-            f"--method {options.method} samples records, which is priced for add-remove only: use --relation add-remove"
+            f"--method {request.method} samples records, which is priced for add-remove only: use --relation add-remove"
         )
-    values = PRESETS[options.method] | (QUICK if preset == "quick" else {})
+    values = PRESETS[request.method] | (QUICK if request.preset == "quick" else {})
+    options: Options = request.options
     values |= asked(options, "steps", "batch", "clip")
     values["critic_steps"] = options.teacher_steps or values["critic_steps"]
     values["batch"] = min(values["batch"], schema.nominal_size) if options.batch is None else options.batch
     values["rate"] = values["batch"] / schema.nominal_size
-    settings = {**common(options, preset), "noise": "gaussian", **values}
+    settings = {**common(request), "noise": "gaussian", **values}
     NoisyCriticSettings(**settings, sigma=0.0).check(schema)
     sigma = calibrate_event(
         lambda sigma: _event(sigma, values, seeded=False),
@@ -235,6 +248,6 @@ METHOD = Method(
     plan=plan,
     gather=gather,
     train=train,
-    options=frozenset({"steps", "batch", "clip", "teacher_steps"}),
+    options=Options,
     accountant="rdp-improved",
 )

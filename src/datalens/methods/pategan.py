@@ -10,18 +10,19 @@ Differs from the paper:
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
+from tyro.conf import arg
 
 from datalens.bounded.ballots import real_or_fake
 from datalens.bounded.contributions import count_ballots
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.ensemble import OPTIONS, EnsembleSettings, make_teachers, share_out, teacher_values
-from datalens.options import TrainOptions
-from datalens.plans.base import Method, NoiseOfVotes, Part, Place, common, whole_number_law
+from datalens.methods.ensemble import EnsembleSettings, TeacherOptions, make_teachers, share_out, teacher_values
+from datalens.options import Noise
+from datalens.plans.base import Method, NoiseOfVotes, Part, Place, Request, common, whole_number_law
 from datalens.privacy.calibration import calibrate_event, calibrate_sigma
 from datalens.privacy.events import Charge, DiscreteGaussianEvent, GaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget
@@ -33,6 +34,13 @@ from datalens.public.critic import CosineCritic, Critic
 from datalens.released.generator import Generator
 from datalens.released.labelled import CriticStudent
 from datalens.run.folder import Alone, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TeacherOptions):
+    aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
+    """Gaussian noise on the counts of votes, or Laplace noise, as published."""
+    noise: Noise = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,30 +117,30 @@ class PateGanSettings(EnsembleSettings):
         return "sigma of a vote's margin by the teachers"
 
 
-def plan(options: TrainOptions, preset: str, schema: Schema, budget: Budget) -> PateGanSettings:
-    quick = preset == "quick"
-    values = teacher_values(options, schema, records_each=60)
+def plan(request: Request, schema: Schema, budget: Budget) -> PateGanSettings:
+    quick = request.preset == "quick"
+    values = teacher_values(request, schema, budget, records_each=60)
     classes = len(schema.classes)
     values = {"steps": 60 if quick else 110, "batch": max(2, classes * max(1, 100 // classes))} | values
     values |= {"votes": "relative", "labels": "counts", "jitter": 0.3, "memory": 10, "width": 32}
     values |= {"critic_steps": 15, "critic_rate": 3e-3, "generator_steps": 2, "generator_rate": 3e-4}
     values |= {"generator_batch": 20, "average": 0.9, "spread": 0.03}
-    noise, scale = _noise(options, budget, steps=values["steps"], batch=values["batch"])
-    return PateGanSettings(**common(options, preset), noise=noise, scale=scale, **values)
+    noise, scale = _noise(request, budget, steps=values["steps"], batch=values["batch"])
+    return PateGanSettings(**common(request), noise=noise, scale=scale, **values)
 
 
-def _noise(options: TrainOptions, budget: Budget, *, steps: int, batch: int) -> tuple[Any, float]:
+def _noise(request: Request, budget: Budget, *, steps: int, batch: int) -> tuple[Any, float]:
     """Which noise on the counts, and how much of it for so many labels."""
     goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
     if math.isinf(budget.epsilon):
         return "gaussian", 0.0
-    if options.aggregate == "laplace":
-        if options.noise is not None:
+    if request.options.aggregate == "laplace":
+        if request.options.noise is not None:
             raise DatalensError("--noise is about Gaussian noise: leave it out, or use --aggregate gnmax")
         facts: dict[str, Any] = {"row_unit": "teacher", "relation": budget.relation, "noise": "operating-system"}
         facts |= {"moved": 2 * batch * steps, "queries": batch * steps, "step": 0}
         return "discrete-laplace", calibrate_event(lambda scale: LaplaceEvent(scale=scale, **facts), times=1, **goal)
-    law = whole_number_law(options, budget)
+    law = whole_number_law(request, budget)
     sensitivity = math.sqrt(2 * batch)
     return law, calibrate_sigma(sensitivity=sensitivity, steps=steps, law=law, coordinates=2 * batch, **goal)
 
@@ -202,7 +210,7 @@ METHOD = Method(
     plan=plan,
     gather=share_out,
     train=train,
-    options=frozenset({*OPTIONS, "aggregate", "noise"}),
+    options=Options,
     persons=True,
     teachers=True,
 )

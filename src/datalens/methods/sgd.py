@@ -9,31 +9,23 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from tyro.conf import arg
 
-from datalens.data import formats
-from datalens.data.own.reading import Reading
-from datalens.data.records import Dataset, record_keys
+from datalens.data.records import Dataset, Records, collect, record_keys
 from datalens.data.schema import Schema
-from datalens.errors import BudgetExceeded, DatalensError
+from datalens.errors import DatalensError
 from datalens.files import write_atomically
-from datalens.plans.base import Part, Settings, check_seed, checked, gaps_of_blocks
-from datalens.plans.guidance import budget_warnings, read_off_warnings
-from datalens.privacy.accountant import AccountantName
+from datalens.plans.base import Method, Part, Place, Request, Settings, checked, gaps_of_blocks
 from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
-from datalens.privacy.ledger import Budget, check_epsilon, json_number, read_ledger, sync_directory
-from datalens.progress import say
-from datalens.run.folder import Run, read_config
-from datalens.run.places import check_vacant
-from datalens.run.reservation import begin, check_room, go_on
+from datalens.privacy.ledger import Budget, sync_directory
+from datalens.run.folder import NoTeachers, Run
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +37,41 @@ if TYPE_CHECKING:
     from datalens.released.classifier import Classifier
 
 PARKED = "parked.json"
+_SOLVED = arg(metavar="FLOAT", help_behavior_hint="(default: solved for, from --epochs)")
 MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    topk: float = 1.0
+    """A fraction: of the squared norm (norm) or of the coordinates (dim) that a record's gradient keeps. 1: all."""
+    selector: Literal["norm", "dim", "none"] = "norm"
+    """norm: noise shrinks by sqrt(topk) with the rows. dim: it does not."""
+    sigma: Annotated[float | None, _SOLVED] = None
+    """Noise multiplier. Given without --epochs, as many steps are taken as fit into the budget."""
+    clip: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.3; linear: 10; on features: 1)")
+    ] = None
+    """What the norm of a record's gradient is clipped to."""
+    batch_size: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 1/30 of the records; linear: 512 or 1/20)")
+    ] = None
+    """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --clip)")] = None
+    """Learning rate."""
+    epochs: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
+    ] = None
+    """How often a record is in, on average."""
+    constant_rate: bool = False
+    """Keep the learning rate, as the paper does (and a linear head always does); else it falls to nothing."""
+    last: bool = False
+    """Release the last weights, as the paper does, and not a mean in which late ones weigh most."""
+    network: Annotated[
+        Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
+    ] = None
+    extractor: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(default: for cifar10 only)")] = None
+    """A frozen network whose features are trained on: efficientnet-lite0, a file with ResNet-18 weights, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +178,25 @@ class SgdSettings(Settings):
             "sensitivity": "the longest row per step: sqrt(topk)·clip where topk is of the norm, else clip",
         }
 
+    def opening(self, schema: Schema, budget: Budget) -> str:
+        seen = schema.name if self.extractor == "none" else f"{schema.name}, features of {self.extractor}"
+        return f"dpsgd [{self.network}] on {seen}: {self.said_of(schema)}"
+
+    def said_of(self, schema: Schema) -> str:
+        """Return what is about to be done, in a line."""
+        return (
+            f"{self.steps} steps of about {self.batch_size} {'persons' if schema.by_person else 'records'}, "
+            f"clip {self.clip:g}, topk {self.topk:g} ({self.selector}), sigma {self.sigma:.4g} (floating-point noise)"
+        )
+
+    @property
+    def one_process(self) -> str:
+        return "`datalens sgd` runs in one process: leave torchrun out"
+
+    def facts(self, events: Sequence[Event]) -> dict[str, Any]:
+        names = ("clip", "topk", "selector", "batch_size", "network", "extractor")
+        return super().facts(events) | {"accuracy": None} | {name: getattr(self, name) for name in names}
+
     def price_said(self) -> str:
         return "as Gaussian noise of variance (sigma·bound)² on a sum over a Poisson sample"
 
@@ -182,62 +227,14 @@ def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float
     return SgdUsual(max(1, n // 30), epochs, 0.3, 3.6, True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SgdOptions:
-    """What may be asked for; `commands.sgd` is the command line of it."""
-
-    data: str | None
-    out: Path
-    epsilon: float = 1.0
-    delta: float = 1e-5
-    topk: float = 1.0
-    selector: Literal["norm", "dim", "none"] = "norm"
-    sigma: float | None = None
-    clip: float | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    epochs: float | None = None
-    constant_rate: bool = False
-    network: Literal["cnn", "linear"] | None = None
-    extractor: str | None = None
-    last: bool = False
-    accountant: AccountantName = "prv"
-    nominal_size: int | None = None
-    data_folder: Path | None = None
-    label: str | None = None
-    classes: str | None = None
-    image_size: str | None = None
-    grayscale: bool = False
-    record_id: str | None = None
-    seed: int = 0
-    noise_seed: int | None = None
-    budget: Path | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    resume: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """What a run is begun with; where it runs is left out."""
-        fields = dict(self.__dict__)
-        for name in ("out", "device", "resume"):
-            fields.pop(name)
-        for name in ("data", "data_folder", "classes", "extractor", "budget"):
-            value = fields[name]
-            fields[name] = str(Path(value).absolute()) if value is not None and os.path.exists(value) else value
-        return {k: str(v) if isinstance(v, Path) or v in (math.inf,) else v for k, v in fields.items()}
-
-
-def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Schema, Budget]:
-    """Every setting, before a record is read."""
+def plan(request: Request, schema: Schema, budget: Budget) -> SgdSettings:
+    """Fix every setting, from public facts and, where one is asked for, a frozen public network."""
     from datalens.gradients.optimizer import plan_steps
     from datalens.private import features
 
-    if options.data is None:
-        raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-    schema = formats.schema(
-        options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=Reading.of(options)
-    )
-    check_epsilon(options.epsilon)
-    budget = Budget(epsilon=options.epsilon, delta=options.delta, relation="add-remove", accountant=options.accountant)
+    options: Options = request.options
+    if budget.relation != "add-remove":
+        raise DatalensError("`datalens sgd` samples records, which is priced for --relation add-remove only")
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)
     small = min(schema.height, schema.width) < 14
@@ -268,14 +265,11 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
     rate = usual.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
-    check_seed(options.seed)
-    if options.noise_seed is not None and options.noise_seed < 0:
-        raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
-    settings = SgdSettings(
+    return SgdSettings(
         method="dpsgd",
-        preset="default",
-        seed=options.seed,
-        noise_seeded=options.noise_seed is not None,
+        preset=request.preset,
+        seed=request.seed,
+        noise_seeded=request.noise_seed is not None,
         noise="gaussian",
         network=network,
         extractor=extractor.name if extractor else "none",
@@ -291,28 +285,6 @@ def plan(options: SgdOptions, device: "torch.device") -> tuple[SgdSettings, Sche
         falls=usual.falls and not options.constant_rate,
         average=not options.last,
     )
-    return settings, schema, budget
-
-
-def as_begun(options: SgdOptions) -> tuple[SgdOptions, SgdSettings, Schema, Budget]:
-    """The run goes on as it was begun: an option that says otherwise is an error, not a surprise."""
-    config = read_config(options.out)
-    if config["settings"].get("method") != "dpsgd":
-        raise DatalensError(f"{options.out} was begun by `datalens train`: go on with that")
-    begun, asked, default = config["options"], options.as_dict(), SgdOptions(data=None, out=options.out).as_dict()
-    for name, value in asked.items():
-        if value not in (default[name], begun.get(name)):
-            raise DatalensError(
-                f"{options.out} was begun with {name.replace('_', '-')} {begun.get(name)}; --resume cannot change it"
-            )
-    known = {name: begun[name] for name in default if name in begun}
-    paths = {
-        name: None if (path := known.pop(name, None)) is None else Path(path) for name in ("data_folder", "budget")
-    }
-    whole = {"epsilon": float(known.pop("epsilon")), **paths, **known}
-    options = SgdOptions(**whole, out=options.out, device=options.device, resume=True)
-    budget, _ = read_ledger(options.out / "ledger.jsonl")
-    return options, SgdSettings.from_dict(config["settings"]), Schema.from_dict(config["schema"]), budget
 
 
 def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
@@ -338,93 +310,56 @@ def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def train(options: SgdOptions) -> dict[str, Any]:
-    """Train, or go on, and write the release. Returns the facts `--json` prints.
-
-    `accuracy` is that on real test records, for the owner only: no ε covers it, and it does not belong into a log.
-    """
-    from datalens.run.ranks import choose_device
-
-    began = time.monotonic()
-    device = choose_device(options.device)
-    if options.resume:
-        options, settings, schema, budget = as_begun(options)
-    else:
-        settings, schema, budget = plan(options, device)
-        check_vacant(options.out)
-        check_room(options, settings, schema, budget)
-        for line in budget_warnings(budget, schema.nominal_size):
-            say(f"warning: {line}")
-    data = Data.read(options, settings, device)
-    if options.resume:
-        go_on(options.out)
-        run = Run.resume(options.out)
-    else:
-        for line in read_off_warnings(schema):
-            say(f"warning: {line}")
-        run = begin(
-            options,
-            options.out,
-            options=options.as_dict(),
-            settings=settings,
-            budget=budget,
-            schema=schema,
-            data_sha256=data.sha256,
-        )
-    try:
-        if run.config["data_sha256"] != data.sha256:
-            raise DatalensError(
-                f"{options.data} is not what {options.out} was begun with: put it back, or start another"
-            )
-        return _train(run, settings, data, device, began)
-    finally:
-        run.close()
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """Records as the model sees them. Private, but for the test split, which is only evaluated on."""
+class SgdRecords:
+    """Records as the model sees them. Private; the test split is only evaluated on, for the owner."""
 
     x: "Tensor"
     y: "Tensor"
     test: "tuple[Tensor, Tensor] | None"
-    sha256: str
+    fingerprint: int
     starts: "Tensor | None" = None  # where each person's records begin, and the end: where persons are the units
 
-    @classmethod
-    def read(cls, options: SgdOptions, settings: SgdSettings, device: "torch.device") -> "Data":
-        import torch
+    @property
+    def count(self) -> int:
+        return len(self.y)
 
-        from datalens.private import features
 
-        starts: list[int] = []
+def gather(records: Records, settings: SgdSettings, place: Place) -> SgdRecords:
+    """Return the records in memory, person after person where these are the units."""
+    import torch
 
-        def seen(split: str) -> tuple["Tensor", "Tensor", str]:
-            nominal = options.nominal_size if split == "train" else None
-            reading = Reading.of(options)
-            found = formats.load(
-                str(options.data), split, nominal_size=nominal, folder=options.data_folder, reading=reading
-            )
-            if found.schema.by_person and split == "train":
-                found, starts[:] = by_person(found)
-            said = found.images.tobytes() + found.labels.tobytes() + np.array(starts, np.int64).tobytes()
-            sha256 = hashlib.sha256(said).hexdigest()
-            y = torch.from_numpy(found.labels).to(device)
-            if settings.extractor == "none":
-                pixels = torch.from_numpy(found.images).to(device).permute(0, 3, 1, 2)
-                return pixels.contiguous(), y, sha256
-            extractor = features.find(str(options.extractor or settings.extractor))
-            if extractor.sha256 != settings.extractor_sha256:
-                raise DatalensError(f"{extractor.name} is not the one the run was begun with: put it back")
-            return features.extract(extractor, found.images, device=device).to(device), y, sha256
+    found, starts = collect(records), list[int]()
+    if found.schema.by_person:
+        found, starts = by_person(found)
+    content = found.images.tobytes() + found.labels.tobytes() + np.array(starts, np.int64).tobytes()
+    x, y = _seen(found, settings, place)
+    try:
+        test = None if place.held_out is None else _seen(place.held_out(), settings, place)
+    except DatalensError:  # a file of the user's own may have none
+        test = None
+    return SgdRecords(
+        x=x,
+        y=y,
+        test=test,
+        fingerprint=int(hashlib.sha256(content).hexdigest(), 16),
+        starts=torch.tensor(starts) if starts else None,
+    )
 
-        x, y, sha256 = seen("train")
-        try:
-            tx, ty, _ = seen("test")
-            test: tuple[Tensor, Tensor] | None = (tx, ty)
-        except DatalensError:  # a file of the user's own may have none
-            test = None
-        return cls(x=x, y=y, test=test, sha256=sha256, starts=torch.tensor(starts) if starts else None)
+
+def _seen(found: Dataset, settings: SgdSettings, place: Place) -> tuple["Tensor", "Tensor"]:
+    """Return images as the model sees them, pixels or features, and their labels."""
+    import torch
+
+    from datalens.private import features
+
+    y = torch.from_numpy(found.labels).to(place.device)
+    if settings.extractor == "none":
+        return torch.from_numpy(found.images).to(place.device).permute(0, 3, 1, 2).contiguous(), y
+    extractor = features.find(str(place.options.get("extractor") or settings.extractor))
+    if extractor.sha256 != settings.extractor_sha256:
+        raise DatalensError(f"{extractor.name} is not the one the run was begun with: put it back")
+    return features.extract(extractor, found.images, device=place.device).to(place.device), y
 
 
 def by_person(found: Dataset) -> tuple[Dataset, list[int]]:
@@ -539,19 +474,6 @@ def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
     return right / len(y)
 
 
-class _Nobody:
-    """In the place of teachers, of which DP-SGD has none."""
-
-    def state_bytes(self) -> int:
-        return 0
-
-    def save(self, step: int) -> list[str]:
-        return []
-
-    def restore(self, step: int, names: list[str]) -> None:
-        pass
-
-
 def make_trainer(
     settings: SgdSettings, schema: Schema, gate: "GradientGate", made: "Plan", device: "torch.device"
 ) -> Trainer:
@@ -562,67 +484,30 @@ def make_trainer(
     return Trainer(model, made, gate, rate=settings.rate, falls=settings.falls)
 
 
-def _train(run: Run, settings: SgdSettings, data: Data, device: "torch.device", began: float) -> dict[str, Any]:
+def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "Classifier":
+    """Take the steps that are charged or can be, and return the classifier."""
     from datalens.privacy.dpsgd import GradientGate
     from datalens.privacy.noise import SecureNoise, SeededNoise
-    from datalens.released.release import write_model
 
-    budget = run.ledger.budget
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     made = schedule_of(settings, run.schema)
     gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run.path))
-    trainer = make_trainer(settings, run.schema, gate, made, device)
-    private = math.isfinite(budget.epsilon) and not settings.noise_seeded
-    stamp = "" if private else " NOT PRIVATE."
-    seen = run.schema.name if settings.extractor == "none" else f"{run.schema.name}, features of {settings.extractor}"
-    say(
-        f"dpsgd [{settings.network}] on {seen}: {settings.steps} steps of about {settings.batch_size} "
-        f"{'persons' if run.schema.by_person else 'records'}, "
-        f"clip {settings.clip:g}, topk {settings.topk:g} ({settings.selector}), sigma {settings.sigma:.4g} "
-        f"(floating-point noise); budget {budget.describe(budget.epsilon)}.{stamp}"
-    )
+    trainer = make_trainer(settings, run.schema, gate, made, place.device)
     for _ in _steps(run, settings.steps, trainer, gate):
         trainer.step(data.x, data.y, data.starts)
-    if run.completed == 0:
-        raise BudgetExceeded("the budget is spent and not one step survived: there is nothing to release")
-    lost = gate.charged - gate.left - run.completed
+    run.lost = gate.charged - gate.left - run.completed
     if run.interrupted:
         _park(run.path, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
-    write_model(run.path, model, settings=settings, schema=run.schema, ledger=run.ledger, completed=run.completed)
-    reached = None if data.test is None else accuracy(model, *data.test)
-    if reached is not None:
-        run.log(run.completed, accuracy=reached)
-    facts = {
-        "run": str(run.path),
-        "accuracy": reached,
-        "epsilon": json_number(budget.epsilon),
-        "epsilon_spent": json_number(run.ledger.spent()),
-        "delta": budget.delta,
-        "relation": budget.relation,
-        "accountant": budget.accountant,
-        "sigma": settings.sigma,
-        "steps": run.completed,
-        "clip": settings.clip,
-        "topk": settings.topk,
-        "selector": settings.selector,
-        "batch_size": settings.batch_size,
-        "network": settings.network,
-        "extractor": settings.extractor,
-        "seconds": round(time.monotonic() - began, 2),
-        "private": private,
-        "interrupted": run.interrupted,
-    }
-    wasted = f" ({lost} more charged, and lost by an interruption)" if lost else ""
-    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    spent = budget.describe(run.ledger.spent())
-    say(f"{state} {run.completed} of {settings.steps} steps{wasted}, spent {spent}.{stamp}")
-    return facts
+    if data.test is not None and run.completed > 0:
+        run.facts["accuracy"] = accuracy(model, *data.test)
+        run.log(run.completed, accuracy=run.facts["accuracy"])
+    return model
 
 
 def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iterator[int]:
     """Steps to do, as long as there is one that is charged or can be: what was lost is missing at the end."""
-    for step in run.steps(count, student=trainer, teachers=_Nobody()):
+    for step in run.steps(count, student=trainer, teachers=NoTeachers()):
         if gate.left == 0 and gate.charged >= gate.schedule.steps:
             return
         yield step
@@ -646,3 +531,16 @@ def _unpark(folder: Path) -> int:
     path.unlink()
     sync_directory(folder)
     return left if type(left) is int else 0
+
+
+METHOD = Method(
+    options=Options,
+    settings=SgdSettings,
+    plan=plan,
+    gather=gather,
+    train=train,
+    presets=("default",),
+    accountant="prv",
+    command="sgd",
+    persons=True,
+)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from tyro.conf import arg
 
 from datalens.bounded.contributions import Contributions, Gradients, sum_bounded
 from datalens.bounded.count_sketch import CountSketch
@@ -29,12 +30,13 @@ from datalens.bounded.topk_sign import TopKSign
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.ensemble import HIDDEN
-from datalens.options import COMPRESSORS, OVERRIDES, CompressName, MethodName, NetworkName, NoiseName, TrainOptions
+from datalens.methods.ensemble import HIDDEN, TeacherOptions
+from datalens.options import CHOICE, Noise, NoiseName, Number, WholeNumber
 from datalens.plans.base import (
     Method,
     Part,
     Place,
+    Request,
     Settings,
     can_be_exact,
     check_exact_noise,
@@ -44,7 +46,7 @@ from datalens.plans.base import (
     gaussian_event,
     law_said,
 )
-from datalens.plans.plugins import Compressor, compressor, mechanism
+from datalens.plans.plugins import COMPRESSORS, CompressName, Compressor, compressor, mechanism
 from datalens.privacy.calibration import calibrate_sigma, calibrate_steps
 from datalens.privacy.events import LEAST_SMOOTH, Charge, DiscreteGaussianEvent, Event, GaussianEvent
 from datalens.privacy.ledger import Budget
@@ -73,7 +75,56 @@ ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clipp
 LENGTHS = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- options and settings ---------------------------------------------------------------------------------------------
+
+NetworkName = Literal["spectral", "compact", "paper", "printed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TeacherOptions):
+    warm_start: Annotated[Literal["moments", "off"] | None, arg(help_behavior_hint="")] = None
+    """off: teachers vote (TopAgg). moments: images from private moments, which no teacher is needed for."""
+    network: Annotated[NetworkName | None, CHOICE] = None  # type: ignore[assignment]
+    """The teachers' network. spectral: over cosine coefficients. compact: a small convolutional one. paper: of the
+    paper's size. printed: the paper's to the letter, whose votes hardly depend on the label."""
+    k: WholeNumber = None
+    """Coordinates a teacher votes on, per synthetic image."""
+    sigma: Number = None
+    """Standard deviation of the noise on every vote sum."""
+    beta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Threshold as a fraction of the teachers. Default: 0.75·σ/N, within the paper's σ/2N … σ/N."""
+    clip: Number = None
+    """Clipping constant c of Algorithm 2."""
+    linear: Number = None
+    """Gain of the linear part, one per class, of a compact or paper network; 0: none."""
+    teacher_rate: Number = None
+    """Learning rate of the teachers."""
+    student_rate: Number = None
+    """Learning rate of the student."""
+    student_decay: Annotated[Literal["cosine", "off"] | None, CHOICE] = None
+    """Whether the student's rate falls to zero over the run."""
+    gamma: Number = None
+    """γ of Algorithm 1: how far an image moves along a decoded vote of 1."""
+    latent: WholeNumber = None
+    """Dimensions of the student's noise z."""
+    decode: Annotated[Literal["threshold", "sign", "linear"] | None, CHOICE] = None
+    """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
+    compress: Annotated[CompressName | str | None, CHOICE] = None
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD. Or
+    one that another package brings (docs/extending.md)."""
+    levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
+    """klevel: how many levels a coordinate is rounded to, 2 to 128."""
+    sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
+    """sketch: rows of a teacher's table, each with hashes of its own."""
+    sketch_columns: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: half the basis)")] = None
+    """sketch: columns of the table; fewer columns, more collisions."""
+    mechanism: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """A mechanism that another package brings, in the place of ours: it is inside the gate, and not checked by us."""
+    balanced: bool = False
+    """Equal shares by position: what replace-one always uses, and add-remove refuses."""
+    noise: Noise = None
+    chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
+    """How many teachers to work on at a time: less takes less memory, and changes no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +139,7 @@ class TopAggSettings(Settings):
         "linear": 0,
     }
 
-    method: MethodName
+    method: Literal["datalens", "datalens-paper"]
     preset: str
     seed: int
     noise_seeded: bool
@@ -399,10 +450,12 @@ LEVELS, MOST_LEVELS = 16, 128
 SKETCH_ROWS, MOST_SKETCH = 5, 2**16
 
 
-def plan(options: TrainOptions, preset_name: str, schema: Schema, budget: Budget) -> TopAggSettings:
+def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
     """Fix every setting, from public facts."""
-    name, values = preset(options.method, preset_name, schema, options.epsilon)
-    asked = {field: value for field in OVERRIDES if (value := getattr(options, field)) is not None}
+    options: Options = request.options
+    name, values = preset(request.method, request.preset, schema, budget.epsilon)
+    overrides = Options.__dataclass_fields__.keys() - {"warm_start", "balanced", "noise", "chunk"}
+    asked = {field: value for field in overrides if (value := getattr(options, field)) is not None}
     if options.student_decay is not None:
         asked["student_decay"] = options.student_decay == "cosine"
     _adjust_to_what_was_asked(values, asked, schema)
@@ -412,15 +465,15 @@ def plan(options: TrainOptions, preset_name: str, schema: Schema, budget: Budget
     if values["compress"] in ("sign", "klevel"):
         values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
     values["plugins"] = _plugins(values)
-    values["noise"] = _law(options, values)
+    values["noise"] = _law(request, values)
     draft = TopAggSettings(
-        method=options.method,  # type: ignore[arg-type] # one of ours
+        method=request.method,  # type: ignore[arg-type] # one of ours
         preset=name,
-        seed=options.seed,
-        noise_seeded=options.noise_seed is not None,
+        seed=request.seed,
+        noise_seeded=request.noise_seed is not None,
         # A replaced record keeps its position, but not its hash: hashed, it would leave one teacher and enter another,
         # and two rows would change where one is paid for.
-        shares="balanced" if options.relation == "replace-one" else "hashed",
+        shares="balanced" if budget.relation == "replace-one" else "hashed",
         **values | {"sigma": values.get("sigma") or 0.0, "beta": values.get("beta") or 0.0},
     )
     sigma, steps = _noise_and_steps(draft, values, asked, budget)
@@ -475,19 +528,19 @@ def _plugins(values: dict[str, Any]) -> str:
     return " and ".join(found)
 
 
-def _law(options: TrainOptions, values: dict[str, Any]) -> NoiseName:
+def _law(request: Request, values: dict[str, Any]) -> NoiseName:
     """Exact whole-number noise wherever it can be had."""
     real = values["compress"] in REAL_ROWS
     if values["compress"] not in COMPRESSORS:
         real = not compressor(values["compress"])[0].whole_numbers
-    if options.noise == "discrete-gaussian" and real:
+    if request.options.noise == "discrete-gaussian" and real:
         raise DatalensError(
             f"--compress {values['compress']} sums real numbers, which discrete noise does not fit: leave one out"
         )
-    check_exact_noise(options)
-    if options.noise is not None:
-        return options.noise
-    exact = not real and not values.get("mechanism") and can_be_exact(options)
+    check_exact_noise(request)
+    if request.options.noise is not None:
+        return request.options.noise
+    exact = not real and not values.get("mechanism") and can_be_exact(request)
     return "discrete-gaussian" if exact else "gaussian"
 
 
@@ -759,7 +812,7 @@ TOPAGG = Method(
     gather=gather,
     train=train,
     follow=follow,
-    options=frozenset({*OVERRIDES, "balanced", "warm_start", "noise", "chunk"}),
+    options=Options,
     presets=("default", "quick"),
     persons=True,
     teachers=True,

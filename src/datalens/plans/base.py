@@ -8,14 +8,25 @@ class.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.options import NoiseName, TrainOptions
+from datalens.options import NoiseName, NoOptions, check_value
 from datalens.privacy.accountant import AccountantName
 from datalens.privacy.events import (
     Charge,
@@ -33,7 +44,7 @@ from datalens.privacy.noise import opendp_installed
 if TYPE_CHECKING:
     import torch
 
-    from datalens.data.records import Records
+    from datalens.data.records import Dataset, Records
     from datalens.public.theorem6 import Suggestion
 
 # Of what settings hold: they are in the certificate, where a longer text or number would be room for something else.
@@ -285,7 +296,13 @@ class Place:
     device: "torch.device"
     folder: Path  # of the run
     world: Any = None  # a `run.ranks.World`: all ranks; None: this process alone
-    chunk: int | None = None  # teachers at a time
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that was given: where files lie
+    held_out: "Callable[[], Dataset] | None" = None  # reads the test split, for the owner: not covered by ε
+
+    @property
+    def chunk(self) -> int | None:
+        """Return how many teachers to work on at a time; None: as many as fit."""
+        return self.options.get("chunk")
 
 
 class Gathered(Protocol):
@@ -303,27 +320,30 @@ class Method:
     """A method: `registry.METHODS` has its name, and where to find this.
 
     Attributes:
+        options: a frozen dataclass of the options that this method has and not every method; its fields are its part
+            of the command line, each with a default and a docstring. None stands for the preset's value.
         settings: what it does, as certificates have it.
-        plan: (options, preset, schema, budget) → settings, from public facts alone.
+        plan: (request, schema, budget) → settings, from public facts alone.
         gather: (records, settings, place) → what training needs of the records.
         train: (`run.folder.Run`, gathered, settings, place) → the model to release. It stops at the last planned
             step, at the budget, or when a person asks.
         follow: (schema, gathered, settings, place), on ranks 1, 2, …; None: it runs in one process.
-        options: those of `TrainOptions` that not every method has, and this one knows.
         presets: the first one is taken unless another is asked for.
         accountant: unless another is asked for.
+        command: the command that runs it.
         persons: whether it can protect a person with all of their images.
         teachers: whether records are shared out to teachers.
     """
 
     settings: type[Settings]
-    plan: Callable[[TrainOptions, str, Schema, Budget], Settings]
+    plan: Callable[["Request", Schema, Budget], Settings]
     gather: "Callable[[Records, Any, Place], Gathered]"
     train: Callable[[Any, Any, Any, Place], Any]
     follow: Callable[[Schema, Any, Any, Place], None] | None = None
-    options: frozenset[str] = frozenset()
+    options: type[Any] = NoOptions
     presets: tuple[str, ...] = ("paper", "quick")
     accountant: AccountantName = "exact"
+    command: Literal["train", "sgd"] = "train"
     persons: bool = False
     teachers: bool = False
 
@@ -331,18 +351,50 @@ class Method:
 # --- for plans ------------------------------------------------------------------------------------------------------
 
 
-def common(options: TrainOptions, preset: str) -> dict[str, Any]:
-    """Settings every method has, as they were asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked of a method, as its plan sees it: public facts.
+
+    Attributes:
+        options: an instance of the method's own `options`.
+    """
+
+    method: str
+    preset: str
+    seed: int
+    noise_seed: int | None
+    options: Any
+
+
+Own = TypeVar("Own")
+
+
+def read_options(kind: type[Own], given: Mapping[str, Any]) -> Own:
+    """Return a method's own options, of which these were given by name.
+
+    Raises:
+        DatalensError: there is no such option, or it cannot have this value.
+    """
+    kinds = get_type_hints(kind, include_extras=True)
+    for name, value in given.items():
+        if name not in kinds:
+            raise DatalensError(f"there is no option {name!r}")
+        check_value(f"--{name.replace('_', '-')}", value, kinds[name])
+    return kind(**given)
+
+
+def common(request: Request) -> dict[str, Any]:
+    """Return the settings that every method has, as they were asked for."""
     return {
-        "method": options.method,
-        "preset": preset,
-        "seed": options.seed,
-        "noise_seeded": options.noise_seed is not None,
+        "method": request.method,
+        "preset": request.preset,
+        "seed": request.seed,
+        "noise_seeded": request.noise_seed is not None,
     }
 
 
-def asked(options: TrainOptions, *names: str) -> dict[str, Any]:
-    """Those of these options that were given, checked for being sizes at all."""
+def asked(options: Any, *names: str) -> dict[str, Any]:
+    """Return those of these options that were given, checked for being sizes at all."""
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name, value in given.items():
         least = 0 if isinstance(value, float) else 1
@@ -357,25 +409,26 @@ def check_seed(seed: int) -> None:
         raise DatalensError("--seed has too many digits: give a whole number from -2^62 to 2^62")
 
 
-def check_exact_noise(options: TrainOptions) -> None:
+def check_exact_noise(request: Request) -> None:
     """Raise if exact noise is asked for, and cannot be had."""
-    if options.noise == "discrete-gaussian" and options.noise_seed is not None:
+    if request.options.noise == "discrete-gaussian" and request.noise_seed is not None:
         raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
-    if options.noise == "discrete-gaussian" and not opendp_installed():
+    if request.options.noise == "discrete-gaussian" and not opendp_installed():
         raise DatalensError("--noise discrete-gaussian needs OpenDP: pip install opendp, or leave --noise out")
 
 
-def can_be_exact(options: TrainOptions) -> bool:
-    """Whether exact noise can be had: it is OpenDP's, and has no seed."""
-    return options.noise_seed is None and opendp_installed()
+def can_be_exact(request: Request) -> bool:
+    """Return whether exact noise can be had: it is OpenDP's, and has no seed."""
+    return request.noise_seed is None and opendp_installed()
 
 
-def whole_number_law(options: TrainOptions, budget: Budget) -> NoiseName:
-    """Of noise on sums of whole numbers: exact wherever it can be had."""
-    check_exact_noise(options)
+def whole_number_law(request: Request, budget: Budget) -> NoiseName:
+    """Return the kind of noise on sums of whole numbers: exact wherever it can be had."""
+    check_exact_noise(request)
     if math.isinf(budget.epsilon):
         return "gaussian"  # of width 0
-    return options.noise or ("discrete-gaussian" if can_be_exact(options) else "gaussian")
+    asked_for: NoiseName | None = request.options.noise
+    return asked_for or ("discrete-gaussian" if can_be_exact(request) else "gaussian")
 
 
 def law_said(settings: Settings, *, real: bool = False) -> str:

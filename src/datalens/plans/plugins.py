@@ -7,14 +7,15 @@ A package names them in its pyproject.toml, in the groups datalens.compressors, 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from datalens.errors import DatalensError
-from datalens.options import COMPRESSORS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CompressName = Literal["topk-sign", "sign", "topk", "klevel", "sketch"]
+COMPRESSORS: tuple[CompressName, ...] = get_args(CompressName)  # ours
 Group = Literal["compressors", "mechanisms", "methods"]
 OPTIONS: dict[Group, str] = {"compressors": "--compress", "mechanisms": "--mechanism", "methods": "--method"}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.options import MOMENT_OVERRIDES, OVERRIDES, SPECIFIC, TrainOptions
-from datalens.plans.base import Method, Settings, check_seed
+from datalens.options import TrainOptions
+from datalens.plans.base import Method, Request, Settings, check_seed, read_options
 from datalens.plans.plugins import named
 from datalens.privacy.ledger import Budget, check_epsilon
 
@@ -26,13 +26,14 @@ METHODS = {
     "dpsgd-gan": "datalens.methods.noisy_critic:METHOD",
     "pategan": "datalens.methods.pategan:METHOD",
     "gpate": "datalens.methods.gpate:METHOD",
+    "sgd": "datalens.methods.sgd:METHOD",  # `datalens sgd`; its settings say "dpsgd"
 }
-OURS = ("datalens", "datalens-paper")
+HIDDEN = ("topagg", "sgd")  # what `--method` does not take: other words stand for them
 
 
 def names() -> tuple[str, ...]:
     """Return what `--method` takes, of ours."""
-    return tuple(name for name in METHODS if name != "topagg")
+    return tuple(name for name in METHODS if name not in HIDDEN)
 
 
 def method_named(name: str) -> Method:
@@ -58,65 +59,108 @@ def _load(place: str) -> Any:
 def read_settings(fields: Any) -> Settings:
     """Return settings from JSON, of whichever method."""
     method = fields.get("method") if isinstance(fields, dict) else None
-    if method == "dpsgd":  # begun by `datalens sgd`
-        settings: type[Settings] = _load("datalens.methods.sgd:SgdSettings")
-        return settings.from_dict(fields)
     if not isinstance(method, str):
         raise DatalensError("these settings are not of this version of datalens: they name no method")
-    if method == "datalens" and "warm_start" not in fields:
-        method = "topagg"
-    return method_named(method).settings.from_dict(fields)
+    return method_named(_registered(method, warm="warm_start" in fields)).settings.from_dict(fields)
 
 
 def method_of(settings: Settings) -> Method:
     """Return the method whose settings these are."""
-    name = settings.method
-    return method_named("topagg" if name == "datalens" and not hasattr(settings, "warm_start") else name)
+    return method_named(_registered(settings.method, warm=hasattr(settings, "warm_start")))
+
+
+def _registered(name: str, *, warm: bool) -> str:
+    """Return the registered name of a method that settings name."""
+    if name == "dpsgd":
+        return "sgd"
+    return "topagg" if name == "datalens" and not warm else name
+
+
+def options_of(method: str) -> frozenset[str]:
+    """Return the names of a method's own options; `method` as `METHODS` or a plug-in names it."""
+    return frozenset(field.name for field in dataclasses.fields(method_named(method).options))
 
 
 def chosen(options: TrainOptions) -> str:
-    """Return the registered name of what was asked for. Whoever sets something about teachers gets teachers."""
-    topagg = [name for name in OVERRIDES if getattr(options, name) is not None]
-    moments = [name for name in MOMENT_OVERRIDES if getattr(options, name) is not None]
-    default = options.method == "datalens" and options.preset in (None, "default")
-    choice = default and not topagg and not options.balanced if options.warm_start is None else None
-    if moments and (choice is False or options.warm_start == "off"):
-        raise DatalensError(
-            f"--{moments[0].replace('_', '-')} is about private moments, which this run does not start from: leave it "
-            "out, or what speaks of teachers"
-        )
-    if options.warm_start == "moments" and not default:
+    """Return the registered name of what was asked for.
+
+    `datalens` is private moments; or TopAgg, where that or something about teachers is asked for.
+    """
+    start, default = options.own.get("warm_start"), options.preset in (None, "default")
+    if start == "moments" and (options.method != "datalens" or not default):
         raise DatalensError("--warm-start moments belongs to --method datalens with its default preset")
-    if options.warm_start == "moments" and topagg:
+    if options.method != "datalens":
+        return options.method
+    moments, topagg = options_of("datalens"), options_of("topagg")
+    teachers = next((name for name in options.own if name in topagg - moments - {"chunk"}), None)
+    images = next((name for name in options.own if name in moments - topagg), None)
+    if start == "moments" and teachers:
         raise DatalensError(
-            f"--{topagg[0].replace('_', '-')} is about teachers, which --warm-start moments has none of: leave one out"
+            f"{flag(teachers)} is about teachers, which --warm-start moments has none of: leave one out"
         )
-    if options.method == "datalens":
-        return "datalens" if choice or options.warm_start == "moments" else "topagg"
-    return options.method
+    topagg_asked = start == "off" or not default or teachers is not None
+    if images and topagg_asked:
+        raise DatalensError(
+            f"{flag(images)} is about private moments, which this run does not start from: leave it out, or what "
+            "speaks of teachers"
+        )
+    return "topagg" if topagg_asked else "datalens"
+
+
+def flag(name: str) -> str:
+    """Return an option as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
-    """Fix the budget and every setting before training, from public facts: no record is touched here."""
-    if options.method not in names():
+    """Fix the budget and every setting before training, from public facts: no record is touched here.
+
+    Raises:
+        DatalensError: nothing of the kind can be planned.
+    """
+    if options.method not in METHODS:
         named("methods", options.method, ours=names())  # or what there is
-    of_ours = options.method in OURS
-    method = method_named(chosen(options) if of_ours else options.method)
+    if options.method == "topagg":
+        raise DatalensError("--method topagg is --method datalens --warm-start off")
+    name = chosen(options)
+    method = method_named(name)
     if schema.by_person:
         _check_persons(options, method)
     budget = _budget(options, method)
-    if not of_ours:
-        _check_known(options, method)
+    own = _own(options, name, method)
     alone = options.method == "datalens" and options.preset == "topagg"  # `chosen` has heard what it says
     preset = method.presets[0] if alone or options.preset is None else options.preset
     if preset not in method.presets:
         raise DatalensError(f"--preset {preset} is unknown to {options.method}: choose {' or '.join(method.presets)}")
-    settings = method.plan(options, preset, schema, budget)
+    request = Request(
+        method=options.method, preset=preset, seed=options.seed, noise_seed=options.noise_seed, options=own
+    )
+    settings = method.plan(request, schema, budget)
     if options.method not in METHODS:
         owner = named("methods", options.method, ours=()).owner
         settings = dataclasses.replace(settings, plugins=f"the method {options.method} of {owner}")  # type: ignore[type-var]
     settings.check(schema)
     return budget, settings
+
+
+def _own(options: TrainOptions, name: str, method: Method) -> Any:
+    """Return the method's own options, or raise if one is given that it would ignore."""
+    known = options_of(name)
+    for given in options.own:
+        if given not in known:
+            raise DatalensError(unknown(given, options.method))
+    return read_options(method.options, options.own)
+
+
+def unknown(option: str, method: str) -> str:
+    """Return what to say of an option that this method does not have."""
+    owners = [other for other in METHODS if option in options_of(other)]
+    called = {"datalens": "private moments", "topagg": "--warm-start off", "sgd": "`datalens sgd`"}
+    belongs = ", ".join(called.get(owner, f"--method {owner}") for owner in owners[:3])
+    shown = f"`datalens train --method {method} --help` shows what it takes"
+    if not owners:
+        return f"there is no option {flag(option)}; {shown}"
+    return f"{flag(option)} means nothing to --method {method}: it belongs to {belongs}; {shown}"
 
 
 def _check_persons(options: TrainOptions, method: Method) -> None:
@@ -142,7 +186,7 @@ def _budget(options: TrainOptions, method: Method) -> Budget:
         relation=options.relation,
         accountant=options.accountant or method.accountant,
     )
-    if options.balanced and options.relation != "replace-one":
+    if options.own.get("balanced") and options.relation != "replace-one":
         raise DatalensError(
             "--balanced shares are not private under add-remove (removing a record shifts all later ones): "
             "add --relation replace-one, or leave --balanced out"
@@ -150,18 +194,6 @@ def _budget(options: TrainOptions, method: Method) -> Budget:
     check_seed(options.seed)
     if options.noise_seed is not None and options.noise_seed < 0:
         raise DatalensError(f"--noise-seed must be at least 0, not {options.noise_seed}")
-    if options.chunk is not None and options.chunk < 1:
-        raise DatalensError(f"--chunk must be at least 1, not {options.chunk}")
+    if (chunk := options.own.get("chunk")) is not None and chunk < 1:
+        raise DatalensError(f"--chunk must be at least 1, not {chunk}")
     return budget
-
-
-def _check_known(options: TrainOptions, method: Method) -> None:
-    """Raise if an option is given that this method would ignore."""
-    given = [name for name in SPECIFIC if (value := getattr(options, name)) is not None and value is not False]
-    unknown = [name for name in given if name not in method.options]
-    if unknown:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in SPECIFIC if name in method.options)
-        raise DatalensError(
-            f"--{unknown[0].replace('_', '-')} means nothing to --method {options.method}: leave it out"
-            + (f" (it knows {names})" if names else "")
-        )

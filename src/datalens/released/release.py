@@ -27,7 +27,7 @@ __all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # from `weights
 
 def write_release(
     run: Path,
-    generator: AnyGenerator,
+    model: "AnyGenerator | Classifier",
     *,
     settings: Settings,
     schema: Schema,
@@ -38,40 +38,23 @@ def write_release(
     """Write `release/` whole beside its place, then swap it in.
 
     Args:
+        model: what was trained; a classifier has no picture.
         completed: steps that the generator learned from (all that were planned, if left out: `verify` will look for a
             charge for each).
         answered: queries that were answered, where a method charges for these apart.
     """
-    if isinstance(generator, Generator):
-        generator = recalibrated(generator, streams.generator(settings.seed, "batch norm"))
+    if isinstance(model, Generator):
+        model = recalibrated(model, streams.generator(settings.seed, "batch norm"))
     counts = {"completed": settings.steps_planned if completed is None else completed, "answered": answered}
-    picture = draw_picture(generator, schema)
+    picture = None if isinstance(model, Classifier) else draw_picture(model, schema)
 
     def fill(draft: Path) -> None:
-        save_weights(draft / certificates.WEIGHTS, generator, schema.classes, **counts)
-        picture.save(draft / certificates.PICTURE)
+        weights = certificates.MODEL if picture is None else certificates.WEIGHTS
+        save_weights(draft / weights, model, schema.classes, **counts)
+        if picture is not None:
+            picture.save(draft / certificates.PICTURE)
 
     return write_folder(run, fill, settings=settings, schema=schema, ledger=ledger)
-
-
-def write_model(
-    run: Path,
-    model: Classifier,
-    *,
-    settings: Settings,
-    schema: Schema,
-    ledger: Ledger,
-    completed: int | None = None,
-) -> Path:
-    """The same for a classifier, in the place of a generator and its picture."""
-    completed = settings.steps if completed is None else completed
-    return write_folder(
-        run,
-        lambda draft: save_weights(draft / certificates.MODEL, model, schema.classes, completed=completed),
-        settings=settings,
-        schema=schema,
-        ledger=ledger,
-    )
 
 
 def write_folder(

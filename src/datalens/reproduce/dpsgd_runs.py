@@ -146,7 +146,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
     from datalens.privacy.ledger import Ledger
     from datalens.privacy.noise import SecureNoise
     from datalens.released.certificate import read_certificate
-    from datalens.released.release import write_model
+    from datalens.released.release import write_release
     from datalens.released.verification import check_release
 
     if device == "cpu" and multiprocessing.parent_process() is not None:
@@ -176,7 +176,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         trainer = make_trainer(settings, schema, gate, plan, torch.device(device))
         for _ in range(steps):
             trainer.step(x, y)
-        release = write_model(folder, trainer.average, settings=settings, schema=schema, ledger=ledger)
+        release = write_release(folder, trainer.average, settings=settings, schema=schema, ledger=ledger)
         spent = ledger.spent()
     finally:
         ledger.close()

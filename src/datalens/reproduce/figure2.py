@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from datalens.methods.topagg import TopAggSettings
-from datalens.options import TrainOptions, options_as_dict
+from datalens.options import TrainOptions
 from datalens.privacy import bounds
 from datalens.privacy.curves import exact_epsilon, rdp_epsilon
 from datalens.privacy.ledger import upwards
@@ -47,7 +47,7 @@ class Panel:
 
 
 # The paper's noise, which Theorem 5 is about. Ours is rounded to whole votes: the threshold is off by half a vote.
-_PRINTED = {"method": "datalens-paper", "epsilon": EPSILON, "delta": DELTA, "noise": "gaussian"}
+_PRINTED: dict[str, Any] = {"method": "datalens-paper", "epsilon": EPSILON, "delta": DELTA, "noise": "gaussian"}
 # On two cores: the paper's N, k, σ and β, but teachers over all 784 cosines, not convolutional ones, and few steps.
 _QUICK_MNIST = {"sigma": 5000.0, "beta": 0.7, "network": "spectral", "basis": "dct", "basis_size": 784, "k": 200}
 # Of the faces not even the number of teachers is affordable; β stays, so the threshold falls with N.
@@ -148,7 +148,7 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
         return lambda votes: seen.append(bounds.analyse(votes, **at))  # type: ignore[arg-type]
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as place:
-        options = TrainOptions(out=Path(place) / "run", data=panel.data, device=device, **panel.options)  # type: ignore[arg-type]
+        options = TrainOptions(out=Path(place) / "run", data=panel.data, device=device, **panel.options)
         settings = watched_run(options, look_with)
     return {
         "name": panel.name,
@@ -191,7 +191,7 @@ def watched_run(
         check_enough(shares.count, settings.teachers)
         run = Run.create(
             options.out,
-            options=options_as_dict(options),
+            options=options.remembered(),
             settings=settings,
             budget=budget,
             schema=records.schema,
@@ -200,7 +200,7 @@ def watched_run(
         try:
             compress = topagg.make_compress(settings)
             crowd = Crowd(
-                topagg.make_teachers(shares, settings, records.schema, chunk=options.chunk),
+                topagg.make_teachers(shares, settings, records.schema, chunk=options.own.get("chunk")),
                 compress if compress_with is None else compress_with(compress),
                 world=world,
                 count=settings.teachers,
@@ -271,7 +271,7 @@ def alike() -> list[dict[str, Any]]:
 
     found = []
     for name, data in ALIKE.items():
-        options = TrainOptions(out=Path(), data=data, **_PRINTED)  # type: ignore[arg-type]
+        options = TrainOptions(out=Path(), data=data, **_PRINTED)
         _, settings = make_plan(options, sources.schema(data))
         assert isinstance(settings, TopAggSettings)
         found.append({"name": name, **whatever_the_votes(settings)})

@@ -84,7 +84,7 @@ def measure(options: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
     train(
         TrainOptions(
             out=run,
-            device=device,  # type: ignore[arg-type]
+            device=device,
             steps=STEPS,
             resume=(run / "ledger.jsonl").exists(),
             **options,

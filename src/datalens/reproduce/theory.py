@@ -295,7 +295,7 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
         return look
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as place:
-        options = TrainOptions(out=Path(place) / "run", device=device, **crew.options)  # type: ignore[arg-type]
+        options = TrainOptions(out=Path(place) / "run", device=device, **crew.options)
         settings = figure2.watched_run(options, lambda _: lambda votes: None, looking)
     return summary(crew, np.concatenate(seen), settings)
 

@@ -85,6 +85,19 @@ class Alone:
             self._what.load_state(state)
 
 
+class NoTeachers:
+    """Stands for the teachers of a method that has none: all of its state is the student's."""
+
+    def state_bytes(self) -> int:
+        return 0
+
+    def save(self, step: int) -> list[str]:
+        return []
+
+    def restore(self, step: int, names: list[str]) -> None:
+        pass
+
+
 class Run:
     """An open, locked run directory. One process at a time; the lock goes with the process."""
 
@@ -96,6 +109,8 @@ class Run:
         self.interrupted = False
         self.completed = 0  # steps the student has learned from
         self.answered: int | None = None  # queries, where a method charges for those that are answered
+        self.lost: int | None = None  # charges that an interruption lost, where these are not counted by steps
+        self.facts: dict[str, Any] = {}  # what `--json` says besides what all runs say
         self._lock = lock
         self._view: live.View | None = None
         self._board: Board | None = None
@@ -252,7 +267,7 @@ class Run:
         self._board = Board(self.path)
 
     def show_release(self, release: Path) -> None:
-        if self._board is not None:
+        if self._board is not None and (release / "samples.png").is_file():
             self._board.file(self.completed, release / "samples.png")
 
     def _draw(self, step: int, count: int, student: Stateful) -> None:

@@ -5,7 +5,6 @@ No record of an owner is read.
 """
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -23,11 +22,9 @@ from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.errors import DatalensError
 from datalens.evaluate.audits.wiring_tape import Killed, Tape
-from datalens.methods import sgd
-from datalens.methods.sgd import SgdOptions
-from datalens.options import COMPRESSORS, TrainOptions
-from datalens.plans.plugins import available
-from datalens.plans.registry import OURS, make_plan, method_named, names
+from datalens.options import TrainOptions
+from datalens.plans.plugins import COMPRESSORS, available
+from datalens.plans.registry import make_plan, method_named, names, options_of
 from datalens.privacy.events import Relation
 from datalens.run.reservation import planned
 
@@ -37,7 +34,7 @@ SIZES: dict[str, Any] = {"teachers": 3, "steps": 3, "batch": 4}  # where a metho
 TINY: dict[str, Any] = {"k": 8, "basis": "dct", "basis_size": 16, "network": "spectral"}
 EACH = 3  # records of a person
 NAME = "records.npz"
-SGD = "sgd"
+SGD, OURS = "sgd", ("datalens", "datalens-paper")
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"datalens {mechanism}", votes | {"mechanism": mechanism}
     theirs = available("methods")
     for name in [other for other in (*names(), *theirs) if other not in OURS and method in (None, other)]:
-        known, preset = method_named(name).options, method_named(name).presets[-1]
+        known, preset = options_of(name), method_named(name).presets[-1]
         sizes = {option: value for option, value in (SIZES | TINY).items() if option in known}
         for choice in _choices(known):
             yield (
@@ -263,22 +260,8 @@ def without(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _sgd(*, person: bool) -> Subject:
-    def train(path: Path, out: Path, resume: bool, noise_seed: int | None) -> dict[str, Any]:
-        options = SgdOptions(
-            data=str(path),
-            out=out,
-            epsilon=EPSILON,
-            delta=DELTA,
-            accountant="rdp-improved",
-            batch_size=4,
-            epochs=8 * 4 / (COUNT // EACH if person else COUNT),
-            nominal_size=COUNT // EACH if person else COUNT,
-            record_id="persons" if person else None,
-            noise_seed=noise_seed,
-            device="cpu",
-        )
-        if resume:
-            options = dataclasses.replace(SgdOptions(data=None, out=out, device="cpu"), resume=True)
-        return sgd.train(options)
-
-    return Subject(name=SGD, relation="add-remove", person=person, train=train)
+    count = COUNT // EACH if person else COUNT
+    options = {"method": "sgd", "epsilon": EPSILON, "delta": DELTA, "accountant": "rdp-improved", "device": "cpu"}
+    options |= {"batch_size": 4, "epochs": 8 * 4 / count, "nominal_size": count}
+    options |= {"record_id": "persons" if person else None}
+    return Subject(name=SGD, relation="add-remove", person=person, train=_train(options))
