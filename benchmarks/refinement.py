@@ -27,7 +27,7 @@ from benchmarks.machine import describe
 from datalens.data import formats
 from datalens.driver import train
 from datalens.methods import topagg
-from datalens.options import TrainOptions, options_as_dict
+from datalens.options import TrainOptions
 from datalens.plans.base import Place
 from datalens.plans.registry import make_plan
 from datalens.privacy.mechanisms import make_mechanism
@@ -76,7 +76,7 @@ def refine(options: TrainOptions, start: Generator, device: torch.device, rate: 
         crowd = topagg.make_crowd(shares, settings, records.schema, world=world, folder=options.out / "checkpoints")
         run = Run.create(
             options.out,
-            options=options_as_dict(options),
+            options=options.remembered(),
             settings=settings,
             budget=budget,
             schema=records.schema,

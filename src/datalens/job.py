@@ -36,9 +36,8 @@ class Job:
 
         facts: dict[str, Any] = {f"the version of {name}": versions()[name] for name in ("datalens", "torch")}
         facts |= {"resume": self.begun, "the data set": self.schema.as_dict()}
-        facts |= {
-            name.replace("_", "-"): value for name, value in self.options.items()
-        }  # before what follows from them
+        own = dict.fromkeys(f.name for f in dataclasses.fields(method_of(self.settings).options))  # given or not
+        facts |= {name.replace("_", "-"): value for name, value in (own | self.options).items()}
         facts |= {f"the setting {name}": value for name, value in self.settings.as_dict().items()}
         return facts | {"the budget": None if self.budget is None else self.budget.as_dict()}
 

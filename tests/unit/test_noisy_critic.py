@@ -1,7 +1,6 @@
 """A critic that learns by DP-SGD: per-example gradients, whose rows they are, and what is done with a noisy sum."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from datalens.data.records import Dataset
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.methods import noisy_critic
-from datalens.options import TrainOptions
+from datalens.plans.base import Request
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SecureNoise
@@ -82,9 +81,10 @@ def test_the_plan_knows_what_rows_are_like() -> None:
     """The same constants, which a plan cannot afford to import; a clip norm that rows would refuse is refused there."""
     assert (noisy_critic.ROUNDING, noisy_critic.LEAST_CLIP) == (norm_topk.ROUNDING, norm_topk.LEAST_CLIP)
     budget = Budget(epsilon=1.0, delta=1e-5, relation="add-remove", accountant="rdp-improved")
-    options = TrainOptions(out=Path("run"), data="own", method="dpgan", clip=norm_topk.LEAST_CLIP / 2)
+    options = noisy_critic.Options(clip=norm_topk.LEAST_CLIP / 2)
+    request = Request(method="dpgan", preset="quick", seed=0, noise_seed=None, options=options)
     with pytest.raises(DatalensError, match="--clip must be at least 1e-12"):
-        noisy_critic.plan(options, "quick", SCHEMA, budget)
+        noisy_critic.plan(request, SCHEMA, budget)
 
 
 def test_nobody_adds_nothing() -> None:

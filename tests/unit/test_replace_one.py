@@ -28,7 +28,7 @@ from datalens.methods import topagg
 from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.plans.base import Place, StepSettings
-from datalens.plans.registry import METHODS, OURS, make_plan, method_named
+from datalens.plans.registry import make_plan, method_named, names
 from datalens.privacy.events import GaussianEvent
 from datalens.private.partition import Balanced
 from datalens.private.shares import Shares
@@ -260,7 +260,7 @@ def test_an_object_that_numbers_its_own_records_is_no_list() -> None:
 def with_teachers() -> list[str]:
     schema = Schema(name="s", height=8, width=8, channels=1, classes=("a", "b"), nominal_size=1000)
     found = []
-    for name in (*OURS, *METHODS):
+    for name in names():
         try:
             _, settings = make_plan(options(name), schema)
         except DatalensError:  # Poisson samples have no price under replace-one
@@ -321,9 +321,9 @@ def test_the_plan_refuses_it_too(tmp_path: Path) -> None:
     folder, table = as_folder(tmp_path / "scans", a_list(60)), as_csv(tmp_path / "listed", a_list(60))
     asked: dict[str, Any] = {"nominal_size": 60, "relation": "replace-one", "json": True}
     with pytest.raises(DatalensError, match="shares go by position"):
-        Plan(data=str(folder), method="datalens-paper", **asked)()
-    assert Plan(data=str(table), method="datalens-paper", **asked)() == 0
-    assert Plan(data=str(folder), **asked)() == 0  # private moments: nobody has a position
+        Plan(data=str(folder), method="datalens-paper", **asked).run(set())
+    assert Plan(data=str(table), method="datalens-paper", **asked).run(set()) == 0
+    assert Plan(data=str(folder), **asked).run(set()) == 0  # private moments: nobody has a position
 
 
 # --- how far votes move, against what is charged ----------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datalens.methods import dpmerf, gswgan, noisy_critic, sgd
+from datalens import driver
+from datalens.methods import dpmerf, gswgan, noisy_critic
 from datalens.privacy import dpsgd, mechanisms, noise, one_of_many
 from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
@@ -190,8 +191,8 @@ def a_seeded_run_called_secure(patch: Patch) -> None:
 
 @twin("sgd", "seeded")
 def a_seeded_run_without_its_stamp(patch: Patch) -> None:
-    said = sgd.say
-    patch.setattr(sgd, "say", lambda text: said(text.replace("NOT PRIVATE", "")))
+    said = driver.say
+    patch.setattr(driver, "say", lambda text: said(text.replace("NOT PRIVATE", "")))
 
 
 # --- charges --------------------------------------------------------------------------------------
