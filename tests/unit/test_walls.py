@@ -200,7 +200,7 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "sums are built in bounded/ only": (
         handles("BoundedSum"),
-        ("bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py"),
+        ("bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py", "bounded/whole_rows.py"),
         (
             "BoundedSum(private_total=x, l2_bound=0.0)",
             "c.BoundedSum()",
@@ -217,7 +217,7 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "the private total is read at the gate only": (
         uses("private_total"),
-        ("privacy/", "bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py"),
+        ("privacy/", "bounded/contributions.py", "bounded/outer.py", "bounded/norm_topk.py", "bounded/whole_rows.py"),
         (
             *("x = votes.private_total", 'getattr(votes, "private_total")', "votes.private_total.sum()"),
             "match votes:\n    case VoteCounts(private_total=x):\n        pass",
@@ -328,6 +328,7 @@ def test_to_name_a_kind_is_not_to_make_one(text: str) -> None:
         ("sums are built in bounded/ only", "bounded/contributions.py"),
         ("sums are built in bounded/ only", "bounded/outer.py"),
         ("sums are built in bounded/ only", "bounded/norm_topk.py"),
+        ("sums are built in bounded/ only", "bounded/whole_rows.py"),
         ("the private total is read at the gate only", "privacy/mechanisms.py"),
         ("directions are decoded, not made", "released/decode.py"),
         ("noise has one module", "privacy/noise.py"),

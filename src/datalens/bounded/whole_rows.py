@@ -1,0 +1,116 @@
+"""Rows of gradients as whole numbers of bounded norm, and their exact sums.
+
+A row is divided by a little more than its length and put on a grid by truncation, so no row is longer than the grid.
+Sums of whole numbers are exact in any order: it does not matter how records are cut into chunks, threads or machines,
+and a record that is added or removed moves the sum by its own row and by nothing else.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from datalens.bounded.contributions import BoundedSum
+
+GRID = 2**19  # a row's norm at most; a coordinate's, too
+MOST_TOGETHER = 32  # rows that are added in float32: 32 · 2^19 is 2^24, up to which its whole numbers are exact
+LESS = 1 - 2**-12  # of a row: more than rounding can shorten its measured length by (see `_squares`)
+COLUMNS, TOGETHER = 2**14, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """How a gradient r becomes a row: trunc(GRID · s∘r / (‖s∘r‖ + softening)).
+
+    Attributes:
+        softening: Gradients much shorter than this count for less; all others are brought to one length.
+        scale: [size] s, a public weight of every coordinate, or None for ones.
+
+    | gradient | its row becomes |
+    |---|---|
+    | NaN or infinity anywhere in it, or a norm that overflows | zero |
+    | weight 0 | zero |
+    """
+
+    softening: float
+    scale: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.softening < math.inf:
+            raise ValueError(f"softening must be above 0, and finite, not {self.softening}")
+
+    @property
+    def l2_bound(self) -> float:
+        return float(GRID)
+
+    def parts(self, gradients: Tensor) -> Iterator[Tensor]:
+        """Scaled copies of some columns at a time, in float32."""
+        for start in range(0, gradients.shape[1], COLUMNS):
+            part = gradients[:, start : start + COLUMNS].to(torch.float32, copy=True)
+            yield part if self.scale is None else part.mul_(self.scale[start : start + COLUMNS])
+
+
+class WholeSum:
+    """A sum of rows under way, of one thread or machine.
+
+    Args:
+        rows: How gradients become rows.
+        size: How many numbers a row has.
+    """
+
+    def __init__(self, rows: WholeRows, size: int, *, device: torch.device) -> None:
+        self._rows = rows
+        self._total = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def add(self, gradients: Tensor, weights: Tensor) -> None:
+        """Add the rows of some records.
+
+        Args:
+            gradients: [n, size], n at most `MOST_TOGETHER`.
+            weights: [n] 1 for a record, 0 for a row that only fills up the chunk.
+        """
+        if len(gradients) > MOST_TOGETHER:
+            raise ValueError(f"at most {MOST_TOGETHER} rows are added together, not {len(gradients)}")
+        if not bool(((weights == 0) | (weights == 1)).all()):
+            raise ValueError("a weight is 0 or 1")
+        squares = torch.zeros(len(gradients), dtype=torch.float64, device=gradients.device)
+        for part in self._rows.parts(gradients):
+            squares += _squares(part)
+        counted = squares.isfinite() & (weights == 1)
+        factors = torch.where(counted, GRID * LESS / (squares.sqrt() + self._rows.softening), 0.0).to(torch.float32)
+        all_counted = bool(counted.all())
+        for number, part in enumerate(self._rows.parts(gradients)):
+            if not all_counted:
+                part = torch.where(counted.unsqueeze(1), part, 0.0)  # 0 · NaN is NaN
+            here = slice(number * COLUMNS, number * COLUMNS + part.shape[1])
+            self._total[here] += part.mul_(factors.unsqueeze(1)).trunc_().sum(dim=0)
+
+    def join(self, other: "WholeSum") -> None:
+        """Add another thread's sum, of other records."""
+        if other._rows is not self._rows:
+            raise ValueError("sums of one release must agree on how gradients become rows")
+        self._total += other._total
+
+    def bounded(self, *, unit: Literal["record", "person"] = "record") -> BoundedSum:
+        """Return the sum for the gate, as whole numbers."""
+        return BoundedSum(
+            private_total=self._total.to(torch.int64).unsqueeze(0),
+            l2_bound=self._rows.l2_bound,
+            diameter=2 * self._rows.l2_bound,
+            row_unit=unit,
+            queries=1,
+        )
+
+
+def _squares(part: Tensor) -> Tensor:
+    """Return the squared norms [n] of float32 rows, in float64.
+
+    512 squares are added in float32, whose rounding loses at most 512·2^-24 of their sum; all else is float64. So a
+    norm is measured no more than 2^-16 of itself too short.
+    """
+    whole = part.shape[1] // TOGETHER * TOGETHER
+    few = part[:, :whole].square().unflatten(1, (-1, TOGETHER)).sum(dim=2).to(torch.float64).sum(dim=1)
+    return few + part[:, whole:].to(torch.float64).square().sum(dim=1)

@@ -1,0 +1,181 @@
+"""Per-record gradients from one backward pass, against autograd one record at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from datalens.errors import DatalensError
+from datalens.gradients.rows import RowEngine
+
+CPU = torch.device("cpu")
+
+
+class Small(nn.Module):
+    """Every kind of layer that the engine knows: strides, one-by-one kernels, no bias, linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.Conv2d(8, 6, (3, 5), stride=2, padding=(1, 2), bias=False)
+        self.thin = nn.Conv2d(6, 4, 1)
+        self.light = nn.Linear(5, 4)
+        self.last = nn.Linear(4 * 4 * 4, 3, bias=False)
+
+    def forward(self, images: Tensor, facts: Tensor) -> Tensor:
+        hidden = F.silu(self.down(F.silu(self.first(images))))
+        hidden = self.thin(hidden) * (1 + self.light(facts))[:, :, None, None]
+        return self.last(hidden.flatten(1))
+
+
+def examples(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 8, 8, generator=random).contiguous(memory_format=torch.channels_last)
+    return images, torch.randn(count, 5, generator=random), torch.randint(3, (count,), generator=random)
+
+
+def small() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def rows_of(net: nn.Module, parts: tuple[Tensor, Tensor, Tensor], *, repeats: int = 1, kind: torch.dtype) -> Tensor:
+    images, facts, labels = parts
+    engine = RowEngine(net, kind=kind, device=CPU)
+
+    def losses(copy: nn.Module) -> Tensor:
+        return F.cross_entropy(copy(images.to(kind), facts.to(kind)).float(), labels, reduction="none")
+
+    return engine.rows(losses, records=len(images) // repeats, repeats=repeats)
+
+
+def one_by_one(net: nn.Module, parts: tuple[Tensor, Tensor, Tensor], *, repeats: int) -> Tensor:
+    weights = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], images: Tensor, facts: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(net, weights, (images, facts)), labels)  # type: ignore[arg-type]
+
+    cut = [part.unflatten(0, (-1, repeats)) for part in parts]
+    found = vmap(grad(loss), in_dims=(None, 0, 0, 0))(weights, *cut)
+    engine, each = RowEngine(net, kind=torch.float32, device=CPU), small()
+    rows = []
+    for i in range(len(cut[0])):
+        with torch.no_grad():
+            for name, value in each.named_parameters():
+                value.copy_(found[name][i])
+        rows.append(engine.flat(each))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_rows_are_gradients_of_one_record_at_a_time(repeats: int) -> None:
+    net, parts = small(), examples(6)
+    expected = one_by_one(net, parts, repeats=repeats)
+    torch.testing.assert_close(rows_of(net, parts, repeats=repeats, kind=torch.float32), expected, rtol=1e-4, atol=1e-6)
+    halves = rows_of(net, parts, repeats=repeats, kind=torch.bfloat16).float()
+    assert float((halves - expected).norm() / expected.norm()) < 0.02
+
+
+def test_weights_go_into_a_vector_and_back() -> None:
+    net, other = small(), Small()
+    engine = RowEngine(net, kind=torch.float32, device=CPU)
+    flat = engine.flat(net)
+    assert flat.shape == (engine.size,) == (sum(value.numel() for value in net.parameters()),)
+    engine.put(flat, other)
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_follow_the_weights_that_were_loaded() -> None:
+    net, parts = small(), examples(4)
+    other = Small()
+    engine = RowEngine(net, kind=torch.float32, device=CPU)
+    engine.load(engine.flat(other))
+
+    def losses(copy: nn.Module) -> Tensor:
+        return F.cross_entropy(copy(*parts[:2]), parts[2], reduction="none")
+
+    expected = one_by_one(other, parts, repeats=1)
+    torch.testing.assert_close(engine.rows(losses, records=4), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_other_records_change_no_bit_of_a_row(kind: torch.dtype) -> None:
+    """A chunk always has the same number of records: one that is missing is another one, of weight zero."""
+    net, parts = small(), examples(8)
+    whole = rows_of(net, parts, kind=kind)
+    others = tuple(part.clone() for part in examples(8, seed=1))
+    for kept in range(8):
+        mixed = tuple(
+            b.index_copy(0, torch.tensor([kept]), a[kept : kept + 1]) for a, b in zip(parts, others, strict=True)
+        )
+        mixed = (mixed[0].contiguous(memory_format=torch.channels_last), *mixed[1:])
+        assert torch.equal(rows_of(net, mixed, kind=kind)[kept], whole[kept])  # type: ignore[arg-type]
+
+
+class Mixing(Small):
+    def forward(self, images: Tensor, facts: Tensor) -> Tensor:
+        return super().forward(images - images.mean(dim=0, keepdim=True), facts)
+
+
+def test_a_twin_that_mixes_records_is_caught() -> None:
+    torch.manual_seed(0)
+    net, parts = Mixing(), examples(8)
+    whole = rows_of(net, parts, kind=torch.float32)
+    changed = (parts[0].clone(), *parts[1:])
+    changed[0][3] += 1
+    assert not torch.equal(rows_of(net, changed, kind=torch.float32)[0], whole[0])
+
+
+class Twice(Small):
+    def forward(self, images: Tensor, facts: Tensor) -> Tensor:
+        return super().forward(images, facts) + super().forward(-images, facts)
+
+
+class Loose(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+class Grouped(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin = nn.Conv2d(6, 4, 1, groups=2)
+
+
+class Normed(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+
+class Aside(Small):
+    """What this layer makes is thrown away."""
+
+    def forward(self, images: Tensor, facts: Tensor) -> Tensor:
+        self.light(facts)
+        hidden = self.thin(F.silu(self.down(F.silu(self.first(images)))))
+        return self.last(hidden.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Twice, "called twice"),
+        (Loose, "parameter gain"),
+        (Grouped, "has groups"),
+        (Normed, "mixes records"),
+        (Aside, "does not reach the loss"),
+    ],
+)
+def test_networks_whose_rows_are_not_known_are_refused(kind: type[nn.Module], why: str) -> None:
+    with pytest.raises(DatalensError, match=why):
+        rows_of(kind(), examples(2), kind=torch.float32)
+
+
+def test_one_loss_an_example() -> None:
+    engine, parts = RowEngine(small(), kind=torch.float32, device=CPU), examples(4)
+    with pytest.raises(ValueError, match="there are"):
+        engine.rows(lambda net: F.cross_entropy(net(*parts[:2]), parts[2]), records=4)
