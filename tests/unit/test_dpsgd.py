@@ -403,7 +403,7 @@ def test_persons_are_summed_as_persons() -> None:
     x, y = next(batch for batch in loader if len(batch[0]))
     F.cross_entropy(model(x), y).backward()
     optimizer.whose, optimizer._batches = torch.zeros(len(x), dtype=torch.int64), None
-    with pytest.raises(ValueError, match="bounded by something else"):
+    with pytest.raises(ValueError, match="another bound or privacy unit"):
         optimizer.step()
 
 
