@@ -348,7 +348,7 @@ def test_models_that_cannot_be_trained_are_named() -> None:
     model = network()
     with pytest.raises(DatalensError, match=r"parameter 2\.weight is trainable and not in the optimizer"):
         private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))  # type: ignore[index]
-    with pytest.raises(DatalensError, match="the model has not"):
+    with pytest.raises(DatalensError, match="the model lacks"):
         private(model, optimizer=torch.optim.SGD([*model.parameters(), *network().parameters()], lr=0.1))
     model.requires_grad_(False)
     with pytest.raises(DatalensError, match="nothing to train"):
