@@ -155,7 +155,7 @@ class Teachers:
         yield from self._in_chunks(ask)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
+        """Return everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
         state = {
             f"{kind}.{name}": torch.cat([bank.tables()[kind][name].cpu() for bank in self._banks])
             for kind, table in self._banks[0].tables().items()
