@@ -311,7 +311,7 @@ def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monk
     torch.testing.assert_close(alone, from_cache[:1], rtol=1e-2, atol=1e-2)
     assert "linear head" in datalens("sgd", *asked, "--network", "cnn", "--out", tmp_path / "r2").refused()
     (tmp_path / "wrong.pth").write_bytes(b"no weights")
-    with pytest.raises(DatalensError, match="holds no weights"):
+    with pytest.raises(DatalensError, match="has no weights"):
         features.find(str(tmp_path / "wrong.pth")).load()
     save_file({"a": torch.zeros(1)}, weights)
     with pytest.raises(DatalensError, match="does not hold the weights"):
@@ -329,7 +329,7 @@ def test_packaged_weights_are_checked(tmp_path: Path, monkeypatch: pytest.Monkey
             yield wanted[0], b"something else"
 
     monkeypatch.setattr(features, "_LITE0_SOURCE", Corrupt())
-    with pytest.raises(DatalensError, match="cannot be had"):
+    with pytest.raises(DatalensError, match="cannot download the weights"):
         features.find(features.DEFAULT)
 
 

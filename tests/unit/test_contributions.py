@@ -318,7 +318,7 @@ def test_a_unit_in_twice_moves_the_sum_too_far() -> None:
 
 def test_rows_and_units_come_in_pairs() -> None:
     rows = torch.ones(2, 1, 3, dtype=torch.int8)
-    with pytest.raises(ValueError, match="each row has one"):
+    with pytest.raises(ValueError, match="each must have exactly one"):
         sum_bounded([numbered(rows, [1, 2, 3])])
     with pytest.raises(ValueError, match="agree"):
         sum_bounded([numbered(rows, [0, 1]), chunk(rows)])

@@ -183,7 +183,7 @@ def test_a_plan_that_costs_its_budget_to_the_last_bit_is_reserved() -> None:
 
 
 def test_what_cannot_be_reserved() -> None:
-    with pytest.raises(DatalensError, match="discrete noise below sigma 10 beside other releases"):
+    with pytest.raises(DatalensError, match="discrete noise below sigma 10 together with other releases"):
         most_charged([(discrete(5.0, 0.1), 1), (sampled(2.0, 1), 1)], budget(2.0, "rdp-improved"))
     with pytest.raises(BudgetExceeded, match="plan itself"):
         most_charged([(laplace(0.1), 1)], budget(0.1, "rdp-improved"))

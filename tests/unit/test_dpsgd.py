@@ -348,7 +348,7 @@ def test_models_that_cannot_be_trained_are_named() -> None:
     model = network()
     with pytest.raises(DatalensError, match=r"parameter 2\.weight is trainable and not in the optimizer"):
         private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))  # type: ignore[index]
-    with pytest.raises(DatalensError, match="the model has not"):
+    with pytest.raises(DatalensError, match="the model lacks"):
         private(model, optimizer=torch.optim.SGD([*model.parameters(), *network().parameters()], lr=0.1))
     model.requires_grad_(False)
     with pytest.raises(DatalensError, match="nothing to train"):
@@ -403,7 +403,7 @@ def test_persons_are_summed_as_persons() -> None:
     x, y = next(batch for batch in loader if len(batch[0]))
     F.cross_entropy(model(x), y).backward()
     optimizer.whose, optimizer._batches = torch.zeros(len(x), dtype=torch.int64), None
-    with pytest.raises(ValueError, match="bounded by something else"):
+    with pytest.raises(ValueError, match="another bound or privacy unit"):
         optimizer.step()
 
 

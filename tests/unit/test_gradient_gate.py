@@ -126,7 +126,7 @@ def test_other_schedules_relations_and_rows_are_refused() -> None:
     with pytest.raises(DatalensError, match="add-remove"):
         GradientGate(Ledger.in_memory(budget(relation="replace-one")), schedule(), SecureNoise())
     gate = GradientGate(Ledger.in_memory(budget()), schedule(), SecureNoise())
-    with pytest.raises(ValueError, match="bounded by something else"):
+    with pytest.raises(ValueError, match="another bound or privacy unit"):
         gate.release(NormTopK(clip=1.0).sum([torch.ones(2, 5)]))
     assert not gate.ledger.events
     mixed = Ledger.in_memory(budget())

@@ -53,7 +53,7 @@ class Shared(Held):
 def test_noise_is_used_once() -> None:
     held = Held(np.arange(3))
     assert held.take().tolist() == [0, 1, 2]
-    with pytest.raises(DatalensError, match="used once"):
+    with pytest.raises(DatalensError, match="used only once"):
         held.take()
 
 
@@ -66,7 +66,7 @@ def test_noise_does_not_survive_a_fork() -> None:
 
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_noise_is_not_copied_kept_or_sent(send: Callable[[Any], Any]) -> None:
-    with pytest.raises(DatalensError, match="not copied"):
+    with pytest.raises(DatalensError, match="cannot be copied"):
         send(Held(np.arange(3)))
 
 

@@ -188,9 +188,9 @@ def test_a_place_that_cannot_be_made(tmp_path: Path, data_budget: Path) -> None:
 
 @pytest.mark.parametrize("epsilon", [1e300, 1.1e6])
 def test_an_epsilon_that_protects_nobody_is_refused(tmp_path: Path, epsilon: float) -> None:
-    with pytest.raises(DatalensError, match="protects nobody: use inf"):
+    with pytest.raises(DatalensError, match="protects nobody: use --epsilon inf"):
         train(TrainOptions(out=tmp_path / "run", **DIGITS | {"epsilon": epsilon}))
-    with pytest.raises(DatalensError, match="protects nobody: use inf"):
+    with pytest.raises(DatalensError, match="protects nobody: use --epsilon inf"):
         train(TrainOptions(method="sgd", data="digits", out=tmp_path / "run", epsilon=epsilon))
     assert not (tmp_path / "run").exists()
     Budget(epsilon=epsilon, delta=1e-5, relation="add-remove", accountant="exact")  # as a ledger may have it

@@ -127,7 +127,7 @@ def test_what_cannot_be_tried_is_named(capsys: pytest.CaptureFixture[str]) -> No
     for _ in range(2):
         model(*next(iter(loader)))
     said = capsys.readouterr().err
-    assert said.count("could not be tried whether the model mixes records (no output has one row a record)") == 1
+    assert said.count("could not be tried whether the model mixes records (no output has one row per record)") == 1
 
 
 def test_randomness_of_ones_own_is_refused() -> None:
@@ -325,7 +325,7 @@ def test_padding_to_the_longest_is_refused_and_to_a_length_is_not(capsys: pytest
         private(Net(lambda x: x), words, collate=longest)  # type: ignore[arg-type]
     private(Net(lambda x: x), words, collate=six)  # type: ignore[arg-type]
     said = capsys.readouterr().err
-    assert "six mixed no records in a trial; that it never does is yours to keep (docs/dpsgd.md)" in said
+    assert "six mixed no records in a trial; make sure that it never does (docs/dpsgd.md)" in said
 
 
 def test_collate_functions_that_mix_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,13 +337,13 @@ def test_collate_functions_that_mix_nothing_are_named(capsys: pytest.CaptureFixt
     assert "noisy mixed no records in a trial" in capsys.readouterr().err
     learn(model, optimizer, *next(iter(loader)))
     private(Net(lambda x: x), collate=lambda items: list(zip(*items, strict=True)))
-    assert "makes batches that are not read here" in capsys.readouterr().err
+    assert "makes batches that cannot be read" in capsys.readouterr().err
     one = TensorDataset(X[:1], torch.zeros(1, dtype=torch.int64))
     loader = DataLoader(one, batch_size=1, collate_fn=noisy)
     head = nn.Linear(6, 3)
     asked: dict[str, Any] = {"epsilon": 2.0, "delta": 1e-3, "epochs": 1, "clip": 1.0, "accountant": "rdp-improved"}
     make_private(head, torch.optim.SGD(head.parameters(), lr=0.1), loader, **asked)
-    assert "for want of records" in capsys.readouterr().err
+    assert "could not be tried with so few records" in capsys.readouterr().err
 
 
 def test_mixed_rows_move_the_sum_further_than_is_paid_for() -> None:

@@ -239,7 +239,7 @@ def test_a_block_that_does_not_fit_is_not_begun() -> None:
 
 @pytest.mark.parametrize("wrong", [{"noise": "seeded"}, {"relation": "replace-one"}])
 def test_a_block_says_where_its_noise_comes_from(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="where its noise comes from"):
+    with pytest.raises(ValueError, match="name the origin of its noise"):
         charge_block(ledger(), event(**wrong), SecureNoise())
 
 
@@ -258,7 +258,7 @@ def test_rows_that_were_not_paid_for_are_refused() -> None:
 
     block = charge_block(ledger(), event(l2_bound=1.0 + 1e-8, diameter=2.0, repeats=9), SecureNoise())
     for ask in (long, somebody_else, fewer, nobody):
-        with pytest.raises(ValueError, match="not that of the teacher that was chosen"):
+        with pytest.raises(ValueError, match="not that of the chosen teacher"):
             block.release(ask)
     block.release(row)
 

@@ -113,7 +113,7 @@ def test_what_is_paid_for_is_not_copied(tmp_path: Path) -> None:
     with data_budget(tmp_path) as data:
         for one in (gate(), block(), data):
             for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(DatalensError, match="both would use"):
+                with pytest.raises(DatalensError, match="both copies would use"):
                     copied(one)
 
 

@@ -66,7 +66,7 @@ def test_the_gate_tells_persons_from_records():
     budget = Budget(epsilon=5.0, delta=1e-5, relation="add-remove", accountant="rdp-improved")
     facts = {"sigma": 5.0, "rate": 0.1, "steps": 2, "unit": PLAIN.bound, "l2_bound": PLAIN.l2_bound}
     gate = GradientGate(Ledger.in_memory(budget), Schedule(**facts, row_unit="person"), SecureNoise())
-    with pytest.raises(ValueError, match="bounded by something else"):
+    with pytest.raises(ValueError, match="another bound or privacy unit"):
         gate.release(PLAIN.sum(GRADIENTS))
     assert gate.release(sum_persons(PLAIN, GRADIENTS, WHOSE)).event.row_unit == "person"
     assert gate.ledger.events[0].row_unit == "person"

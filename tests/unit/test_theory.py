@@ -64,7 +64,7 @@ def test_the_sharp_one() -> None:
     "wrong", [{"k": 0}, {"k": 99}, {"clip": 0.0}, {"clip": 1.5}, {"noise": -1.0}, {"steps": 0}, {"tau": -0.1}]
 )
 def test_what_makes_no_sense(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"k is|above 0|not below|a chance"):
+    with pytest.raises(ValueError, match=r"k must be|above 0|not be below|a probability"):
         bound(PROBLEM, dataclasses.replace(CHOICE, **wrong))  # type: ignore[arg-type]
 
 

@@ -122,7 +122,7 @@ def test_a_plug_in_that_keeps_state_is_refused(whole: bool) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (lambda g, u: g[:, :3].to(torch.int8), "5 cells were said"),
+        (lambda g, u: g[:, :3].to(torch.int8), "stated 5 cells"),
         (lambda g, u: g, "return an integer"),
         (lambda g, u: g > 0, "return an integer"),
         (lambda g, u: torch.complex(g, 1000 * g), "complex"),

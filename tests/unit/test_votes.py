@@ -85,7 +85,7 @@ def test_chunks_add_up_and_a_teacher_votes_once() -> None:
         count_ballots([parts[0], parts[0]], answers=2)
     with pytest.raises(ValueError, match="no ballots"):
         count_ballots([], answers=2)
-    with pytest.raises(ValueError, match="each has one"):
+    with pytest.raises(ValueError, match="each must have exactly one"):
         count_ballots([Ballots(teachers=torch.tensor([0]), choices=torch.tensor([[0], [1]]))], answers=2)
 
 

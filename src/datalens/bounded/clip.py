@@ -1,4 +1,4 @@
-"""Gradients of single images, each clipped to a norm (GS-WGAN, Section 4): a teacher's row is all of them."""
+"""Clipping of the gradients of single images (GS-WGAN, Section 4): a teacher's row is all of them together."""
 
 import math
 
@@ -9,7 +9,15 @@ from datalens.bounded.contributions import BoundedSum, Contributions, enforce, s
 
 
 def clip_images(gradients: Tensor, *, clip: float, teacher: int) -> BoundedSum:
-    """[images, d] → one teacher's row: every image's gradient at most `clip` long, together clip·√images."""
+    """Return one teacher's row, in which the gradient of every image is clipped to norm `clip`.
+
+    The norm of the whole row is at most clip·√images.
+
+    Args:
+        gradients: [images, d].
+        clip: Bound on the norm of an image's gradient.
+        teacher: The teacher's number.
+    """
     clipped = enforce(gradients.flatten(1), clip)
     bound = clip * math.sqrt(len(clipped)) * (1 + 1e-9)  # room for rounding
     row = Contributions(

@@ -1,7 +1,7 @@
 """Rows of bounded norm, one per privacy unit, and their sum. The bound is enforced here, not assumed.
 
-Chunks of rows are summed as they come, so [teachers, queries, d] is never held, and the `BoundedSum`
-(the total and the facts its sensitivity follows from) is all that reaches the gate.
+Chunks of rows are summed as they arrive, so [teachers, queries, d] is never held in memory. Only the `BoundedSum` (the
+total, and the facts that its sensitivity follows from) reaches the gate.
 """
 
 import hashlib
@@ -19,77 +19,93 @@ from datalens.public.triton import kernels_for
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """A chunk of what teachers say about the fakes: one row of `values` per teacher."""
+    """A chunk of teachers' gradients with respect to the synthetic images: one row of `values` per teacher."""
 
-    teachers: Tensor  # [chunk] numbers of the teachers
+    teachers: Tensor  # [chunk] the teachers' numbers
     values: Tensor = field(repr=False)  # [chunk, queries, d]
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """A chunk of how real teachers find the fakes: one row of `values` per teacher; NaN where one says nothing."""
+    """A chunk of teachers' scores of how real the synthetic images look: one row of `values` per teacher.
 
-    teachers: Tensor  # [chunk] numbers of the teachers
+    NaN where a teacher gives no score.
+    """
+
+    teachers: Tensor  # [chunk] the teachers' numbers
     values: Tensor = field(repr=False)  # [chunk, queries]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contributions:
-    """Rows of one privacy unit each. A unit's row is all of `rows[i]`, over all queries at once."""
+    """A chunk of rows, one per privacy unit. A unit's row is all of `rows[i]`, over all queries together.
+
+    `l2_bound` bounds the norm of a row, and `diameter` the distance between two possible rows.
+    """
 
     rows: Tensor = field(repr=False)  # [units, queries, d]: integers (votes) or floats
     l2_bound: float
     diameter: float  # 2·l2_bound unless a smaller one is proved
     row_unit: Literal["teacher", "record", "person"]
-    units: Tensor | None = field(default=None, repr=False)  # [units] numbers of the units, where they have any
+    units: Tensor | None = field(default=None, repr=False)  # [units] the units' numbers, where they have numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSum:
-    """The sum of bounded rows. `private_total` is read only in `privacy/`; a test walks the syntax trees.
+    """The sum of bounded rows. `private_total` is read only in `privacy/`; a test checks the syntax trees.
 
-    A unit that was in twice would move the sum twice as far as the bound says: where units have numbers, each
-    is in `units` once.
+    A unit with two rows would move the sum twice as far as the bound says. So where units have numbers, each number is
+    in `units` once.
     """
 
-    private_total: Tensor = field(repr=False)  # [queries, d]: int32 or float64; not for logs or tracebacks
+    private_total: Tensor = field(repr=False)  # [queries, d]: int32 or float64; kept out of logs and tracebacks
     l2_bound: float
     diameter: float
     row_unit: Literal["teacher", "record", "person"]
     queries: int
-    units: Tensor | None = field(default=None, repr=False)  # [units] their numbers, rising, on the CPU
+    units: Tensor | None = field(default=None, repr=False)  # [units] the units' numbers, increasing, on the CPU
 
     @property
     def cells(self) -> int:
-        """Numbers that will be released, whatever they are."""
+        """How many numbers will be released. This is public."""
         return self.private_total.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class VoteCounts(BoundedSum):
-    """How many teachers chose each answer, [queries, answers]. Made by `count_ballots` alone.
+    """The number of teachers that chose each answer, [queries, answers]. Made only by `count_ballots`.
 
-    Between two possible ballots of a teacher at most two counts a query differ, by one each (the answer it leaves, and
-    the one it goes to): they are at most √(2·queries) apart.
+    If a teacher's ballot changes, at most two counts per query change, by one each (that of the old answer and that of
+    the new one). So two possible ballots are at most √(2·queries) apart.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ballots:
-    """A chunk of ballots: a teacher chooses one of the answers 0, 1, … to every query, or none (−1)."""
+    """A chunk of ballots: to every query a teacher chooses one of the answers 0, 1, …, or none (−1)."""
 
-    teachers: Tensor  # [chunk] numbers of the teachers
-    choices: Tensor = field(repr=False)  # [chunk, queries] whole numbers
+    teachers: Tensor  # [chunk] the teachers' numbers
+    choices: Tensor = field(repr=False)  # [chunk, queries] integers
 
 
 def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
-    """One ballot a teacher, whatever came in: what is none of the answers counts for none."""
+    """Count the ballots, one per teacher. A choice outside 0 … `answers`−1 is not counted.
+
+    Args:
+        chunks: The ballots.
+        answers: Number of possible answers to a query.
+
+    Raises:
+        ValueError: there are no ballots, or a teacher has several.
+    """
     total: Tensor | None = None
     units: list[Tensor] = []
     for chunk in chunks:
         if chunk.teachers.shape != chunk.choices.shape[:1]:
-            raise ValueError(f"{len(chunk.choices)} ballots have {chunk.teachers.numel()} teachers: each has one")
+            raise ValueError(
+                f"{len(chunk.choices)} ballots have {chunk.teachers.numel()} teachers: each must have exactly one"
+            )
         units.append(chunk.teachers)
         part = torch.stack([(chunk.choices == answer).sum(dim=0) for answer in range(answers)], dim=1)
         total = part if total is None else total + part
@@ -106,7 +122,7 @@ def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
 
 
 class Ranks(Protocol):
-    """The processes a sum is spread over (see `run.ranks.World`)."""
+    """The processes that a sum is distributed over (see `run.ranks.World`)."""
 
     def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]: ...
 
@@ -119,28 +135,40 @@ def _facts(chunk: Contributions) -> tuple[object, ...]:
 
 
 def enforce(rows: Tensor, l2_bound: float) -> Tensor:
-    """Rows whose norm is at most `l2_bound`, whatever came in; each row judged by itself alone.
+    """Return the rows with the norm of each brought to at most `l2_bound`. Each row is treated by itself.
 
     | row | becomes |
     |---|---|
-    | integers, too long | zero (scaling would leave the integers) |
+    | integers, too long | zero (scaling would give fractions) |
     | floats, too long | scaled down to the bound, in float64 |
     | NaN or infinity anywhere in it | zero |
+
+    Args:
+        rows: [rows, …], integers or floats.
+        l2_bound: Bound on the norm.
     """
     if not rows.is_floating_point():
-        # In float64 squares of votes add up exactly; wider integers may round, but nothing wraps around.
+        # In float64 the squares of int8 votes add up exactly; wider integers may round, but nothing overflows.
         wide = rows.flatten(1).to(torch.float64)
         fits = torch.linalg.vecdot(wide, wide) <= _most_squares(l2_bound)
         return rows if bool(fits.all()) else rows * fits.view(-1, *[1] * (rows.dim() - 1))
     flat = rows.flatten(1).to(torch.float64)
     flat = torch.where(flat.isfinite().all(dim=1, keepdim=True), flat, 0.0)
     norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    # Where even the norm overflows, the scale is 0: a row of astronomic numbers votes nothing.
+    # Where even the norm overflows, the scale is 0, and the row becomes zero.
     return (flat * torch.where(norms > l2_bound, l2_bound / norms, 1.0)).reshape(rows.shape)
 
 
 def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
-    """Enforce the bound row by row, then add. Sums are int32 (votes) or float64."""
+    """Enforce the bound on every row, then add the rows. The sum is int32 (for votes) or float64.
+
+    Args:
+        chunks: The rows.
+
+    Raises:
+        ValueError: there are no rows, chunks disagree on their facts, or a unit has two rows.
+        OverflowError: an int32 sum could overflow.
+    """
     total: Tensor | None = None
     first: Contributions | None = None
     units: list[Tensor] = []
@@ -156,7 +184,7 @@ def sum_bounded(chunks: Iterable[Contributions]) -> BoundedSum:
             _check_room(count, chunk.l2_bound)
         if chunk.units is not None:
             if chunk.units.shape != rows.shape[:1]:
-                raise ValueError(f"{rows.shape[0]} rows have {chunk.units.numel()} units: each row has one")
+                raise ValueError(f"{rows.shape[0]} rows have {chunk.units.numel()} units: each must have exactly one")
             units.append(chunk.units)
         part = _add_enforced(rows, chunk.l2_bound)
         total = part if total is None else total + part
@@ -182,14 +210,23 @@ def _add_enforced(rows: Tensor, l2_bound: float) -> Tensor:
 
 
 def _most_squares(l2_bound: float) -> float:
-    return l2_bound**2 * (1 + 1e-12)  # a bound such as sqrt(200) is itself rounded
+    return l2_bound**2 * (1 + 1e-12)  # the bound itself, such as sqrt(200), is rounded
 
 
 def sum_over_ranks(part: BoundedSum, ranks: Ranks, *, units: int) -> BoundedSum | None:
-    """The sum over all ranks, on rank 0; None on the others: nobody else needs it.
+    """Return the sum over all ranks on rank 0, and None on the other ranks, which do not need it.
 
-    Before anything is added, all ranks check that they mean the same sum and that units 0 … `units`−1 are each
-    in it once, whichever rank they are on.
+    Before anything is added, every rank checks that all have the same facts, and that each of the units 0 … `units`−1
+    is in the sum once, on whichever rank.
+
+    Args:
+        part: The sum of this rank.
+        ranks: All ranks.
+        units: How many units there are on all ranks.
+
+    Raises:
+        ValueError: ranks disagree on the facts, or a unit is missing or there twice.
+        OverflowError: an int32 sum could overflow.
     """
     _check_spread(ranks.gather(_for_the_wire(part), width=_WIRE.size), units, part)
     total = ranks.add(part.private_total)
@@ -212,7 +249,7 @@ def _for_the_wire(part: BoundedSum) -> bytes:
     total = part.private_total
     facts = (tuple(total.shape), str(total.dtype), part.l2_bound, part.diameter, part.row_unit, part.queries)
     units = [] if part.units is None else part.units.tolist()
-    if not units or units[-1] - units[0] != len(units) - 1:  # each is in once, and they rise
+    if not units or units[-1] - units[0] != len(units) - 1:  # they increase, and each is in once
         raise ValueError("the units of a rank must be consecutive numbers, at least one")
     return _WIRE.pack(hashlib.sha256(repr(facts).encode()).digest(), units[0], units[-1] + 1)
 
@@ -242,5 +279,5 @@ def _each_once(units: list[Tensor]) -> Tensor:
     numbers = torch.cat(units).cpu().sort().values
     again = numbers[1:][numbers[1:] == numbers[:-1]]
     if len(again):
-        raise ValueError(f"unit {int(again[0])} is in the sum twice: the bound holds for once")
+        raise ValueError(f"unit {int(again[0])} is in the sum twice: the bound holds only if each is in it once")
     return numbers

@@ -1,9 +1,9 @@
 """FetchSGD in DataLens, Algorithm 7 (Rothchild et al. 2020): every teacher's votes go into a count sketch.
 
-Differs from the paper: Algorithm 7 adds up whole sketches, takes the top k of the sum, and then adds noise for rows
-of norm √k. The top k of a sum is not a sum of bounded rows, and coordinates that collide can make a teacher's table as
-long as k·√rows. Here every teacher's table is clipped to √(rows·k), which is its length where nothing collides, the
-noise goes into the sum of the tables, and the top k is taken afterwards (`Sketch.heaviest`).
+Differs from the paper: Algorithm 7 adds up whole sketches, takes the top k of the sum, and then adds noise for rows of
+norm √k. But the top k of a sum is not a sum of bounded rows, and with collisions the norm of a teacher's table can be
+as large as k·√rows. Here every teacher's table is clipped to √(rows·k), its norm without collisions; noise is added to
+the sum of the tables, and the top k is taken afterwards (`Sketch.heaviest`).
 """
 
 import math
@@ -19,10 +19,10 @@ from datalens.public.transforms import Sketch
 
 @dataclass(frozen=True, kw_only=True)
 class CountSketch:
-    """The table of a teacher's votes on one image, [rows·columns], real numbers: clipped to norm √(rows·k).
+    """Compress a teacher's votes on one image to a table of [rows·columns] real numbers, clipped to norm √(rows·k).
 
     A teacher's row over m images has norm at most √(rows·k·m), and two rows are at most twice that apart. Images
-    without votes (see `TopKSign`) have empty tables.
+    without votes (see `TopKSign`) have tables of zeros.
     """
 
     votes: TopKSign
@@ -34,7 +34,7 @@ class CountSketch:
         votes = self.votes(gradients)
         tables = self._sketch.forward(votes.rows)  # [teachers, m, rows·columns]
         each = math.sqrt(self.rows * self.votes.k)
-        norms = torch.linalg.vecdot(tables, tables).sqrt().unsqueeze(-1)  # of whole numbers: exact in any order
+        norms = torch.linalg.vecdot(tables, tables).sqrt().unsqueeze(-1)  # sums of integers: exact in any order
         bound = math.sqrt(self.rows * self.votes.k * tables.shape[1])
         return Contributions(
             rows=tables * (each / norms.clamp(min=each)),

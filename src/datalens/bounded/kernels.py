@@ -1,10 +1,11 @@
-"""TopkStoSignGrad and the bounded sum of votes as Triton kernels: bit for bit what the torch code gives on a CPU.
+"""Triton kernels for TopkStoSignGrad, the bounded sum of votes, and NormTopK.
 
-A row of one image is read once and stays in registers while its k-th largest magnitude is found by halving
-(floats that are not negative sort like their bits). The vote leaves as one byte.
+Votes and their sums are bit for bit those of the torch code on a CPU. The gradient of one image is read once and stays
+in registers while its k-th largest magnitude is found by bisection (non-negative floats are ordered like their bits). A
+vote is written as one byte.
 
-And what NormTopK does with rows of gradients: their lengths, the limit of what is kept, and their sum in float64, each
-in one pass; in torch, every number is first written down as float64.
+For NormTopK there are norms of rows, the limit of what is kept, and the sum in float64, each in one pass; torch would
+first write every number as float64.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
 def _mix(x):
-    """`streams._mix`."""
+    """The mixing function of the random streams: `streams._mix`."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -33,12 +34,12 @@ def _top_k_sign(
     at = tl.arange(0, BD)
     v = tl.load(values + row * D + at, mask=at < D, other=0.0)
     size = tl.abs(v)
-    finite = tl.sum((size < float("inf")).to(tl.int32)) == BD  # NaN is not smaller either
+    finite = tl.sum((size < float("inf")).to(tl.int32)) == BD  # the comparison is false for NaN too
     size = tl.where(finite, size, 0.0)
     bits = size.to(tl.int32, bitcast=True)
     chosen = bits > 0
     if tl.sum(chosen.to(tl.int32)) > K:
-        # Halve [low, high) until exactly K are at or above low, or nothing is left to halve: then there are ties.
+        # Halve [low, high) until exactly K are at or above low. If it cannot be halved further, there are ties.
         low = tl.full((), 1, tl.int32)
         high = tl.max(bits) + 1
         count = tl.sum((bits >= low).to(tl.int32))
@@ -79,7 +80,7 @@ def _squares(rows, out, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
 def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """Sum of some rows that fit, per coordinate; integers, so the order of the parts does not matter."""
+    """Add up the rows of one part that fit, per coordinate. These are integers, so the order does not matter."""
     blocks = tl.cdiv(D, BD)
     at = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
     first = (tl.program_id(0) // blocks).to(tl.int64) * PART
@@ -94,7 +95,7 @@ def _add(rows, fits, out, N, D: tl.constexpr, PART: tl.constexpr, BN: tl.constex
 
 @triton.jit  # pragma: no cover (compiled, or rewritten by the interpreter)
 def _cut(rows, squares, kept, limits, k, D: tl.constexpr, BD: tl.constexpr):
-    """A row stays in its processor's cache while the bits of the limit are halved down."""
+    """Find the limit of one row by bisection over its bits; the row stays in its processor's cache meanwhile."""
     row = tl.program_id(0).to(tl.int64)
     total, exact = tl.zeros((BD,), dtype=tl.float32), tl.zeros((BD,), dtype=tl.float64)
     for start in range(0, D, BD):
@@ -103,9 +104,9 @@ def _cut(rows, squares, kept, limits, k, D: tl.constexpr, BD: tl.constexpr):
         total += x * x
         exact += (x * x).to(tl.float64)
     whole = tl.sum(total)
-    finite = whole < float("inf")  # NaN is not smaller either
-    low = tl.full((), -1, tl.int32)  # drops nothing
-    high = tl.full((), 0x7F7FFFFF, tl.int32)  # the largest number: drops all
+    finite = whole < float("inf")  # the comparison is false for NaN too
+    low = tl.full((), -1, tl.int32)  # a limit that drops nothing
+    high = tl.full((), 0x7F7FFFFF, tl.int32)  # the largest finite float: a limit that drops everything
     while high - low > 1:
         middle = low + (high - low) // 2
         total = tl.zeros((BD,), dtype=tl.float32)
@@ -135,7 +136,7 @@ def _squared_norms(rows, out, D, BD: tl.constexpr):
     while start < D:
         at = start + tl.arange(0, BD)
         x = tl.load(rows + row * D + at, mask=at < D, other=0.0)
-        total += (x * x).to(tl.float64)  # too large to square: infinity, as on a CPU
+        total += (x * x).to(tl.float64)  # infinity where the square overflows, as on a CPU
         start += BD
     tl.store(out + row, tl.sum(total))
 
@@ -159,7 +160,7 @@ def _weighed_sum(weights, rows, limits, out, N, D, CUT: tl.constexpr, BN: tl.con
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """[n] float64 of float32 [n, d]."""
+    """Return the squared norms, [n] float64, of float32 rows [n, d]."""
     n, d = rows.shape
     out = torch.zeros(n, dtype=torch.float64, device=rows.device)
     if rows.numel():
@@ -168,9 +169,12 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def weighed_sum(weights: Tensor, rows: Tensor, limits: Tensor | None = None) -> Tensor:
-    """Σ weights_i · rows_i, [d] float64, of float64 [n] and float32 [n, d]; rows of weight 0 are not looked at.
+    """Return Σ weights_i · rows_i, [d] float64. Rows of weight 0 are not read.
 
-    `limits`, [n]: of each row, only what is larger counts.
+    Args:
+        weights: [n] float64.
+        rows: [n, d] float32.
+        limits: [n] float32; only entries of a row with a larger magnitude are added. None: all are.
     """
     n, d = rows.shape
     out = torch.zeros(d, dtype=torch.float64, device=rows.device)
@@ -184,8 +188,17 @@ def weighed_sum(weights: Tensor, rows: Tensor, limits: Tensor | None = None) -> 
 
 
 def cut(rows: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of float32 [n, d]: the squared norms of rows and of what is kept of them, float64 [n], and what is the largest
-    that is dropped, `norm_topk.by_bisection`, [n]. Of rows with NaN, or too large to square, nothing is kept.
+    """Return what `NormTopK` keeps of each row: squared norms, squared norms of what is kept, and limits.
+
+    Of rows with NaN, or with entries too large to square, nothing is kept.
+
+    Args:
+        rows: [n, d] float32.
+        k: Fraction of the squared norm that may be kept.
+
+    Returns:
+        Squared norms of the rows, [n] float64; of what is kept of them, [n] float64; and the largest magnitude that is
+        dropped (`norm_topk.by_bisection`), [n] float32.
     """
     n, d = rows.shape
     squares, kept = torch.empty(2, n, dtype=torch.float64, device=rows.device)
@@ -196,7 +209,15 @@ def cut(rows: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: float) -> Tensor:
-    """Votes int8 [n, m, d] of gradients float32 [n, m, d]; `keys`, `again`: `streams.row_keys` of the teachers."""
+    """Return the votes of teachers, [n, m, d] int8, as `TopKSign` makes them.
+
+    Args:
+        values: [n, m, d] float32, the teachers' gradients.
+        keys: First part of `streams.row_keys` of the teachers.
+        again: Second part.
+        k: Coordinates that a teacher votes on per image.
+        clip: Bound on the magnitude of a coordinate.
+    """
     n, images, d = values.shape
     votes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     block = triton.next_power_of_2(d)
@@ -216,7 +237,7 @@ def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: flo
 
 
 def sum_votes(rows: Tensor, most: float) -> Tensor:
-    """int8 [n, …] → int32 […]: the sum of the rows whose squares sum to at most `most`."""
+    """Return the sum of the rows whose squares sum to at most `most`: int8 [n, …] → int32 […]."""
     n, shape = len(rows), rows.shape[1:]
     flat = rows.reshape(n, -1)
     d = flat.shape[1]

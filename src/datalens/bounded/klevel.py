@@ -1,10 +1,10 @@
 """StoKlevelGrad, DataLens Algorithm 5 (D²P-Fed, Wang et al. 2020): a rotated gradient, quantised to a few levels.
 
 Differs from the paper:
-- as printed, levels and interval test do not fit together: b[r] = −k/2 + 2r is not symmetric, and coordinates in
-  [−1, 1] are compared with b, not with the grid. Here m[r] = −1 + 2r/(levels − 1), b[r] = −(levels − 1) + 2r, and the
-  test is on m: in expectation b is (levels − 1) times the coordinate.
-- the rotation is a randomised Hadamard transform, the same public one for all teachers, and is undone after the noise
+- As printed, the levels and the interval test do not fit together: b[r] = −k/2 + 2r is not symmetric, and coordinates
+  in [−1, 1] are compared with b, not with the grid. Here m[r] = −1 + 2r/(levels − 1), b[r] = −(levels − 1) + 2r, and
+  the test is on m. In expectation b is (levels − 1) times the coordinate.
+- The rotation is a randomised Hadamard transform, the same public one for all teachers, and is undone after the noise
   (`public.transforms.Rotation`). Algorithm 6 never undoes it.
 """
 
@@ -20,19 +20,28 @@ from datalens.errors import DatalensError
 from datalens.public import streams
 from datalens.public.transforms import Rotation
 
-MOST_LEVELS = 128  # votes of −127 … 127 are bytes
+MOST_LEVELS = 128  # votes of −127 … 127 fit into int8
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLevel:
-    """Clip at c, rotate, divide by the infinity norm, round at random to one of `levels` levels, unbiased.
+    """Compress gradients: clip at c, rotate, divide by the infinity norm, and round without bias to one of the levels.
 
-    With d′ the padded length, a teacher's row over m images has norm at most (levels − 1)·√(d′·m), and two rows are
-    at most twice that apart.
+    With d′ the padded length, a teacher's row over m images has norm at most (levels − 1)·√(d′·m), and two rows are at
+    most twice that apart.
 
     | gradient of one image | its votes |
     |---|---|
     | NaN or infinity anywhere, or all zero | none |
+
+    Args:
+        levels: Number of levels.
+        clip: c, the bound on the magnitude of a coordinate.
+        seed: Seed of the public random streams and of the rotation.
+        size: Coordinates of a gradient, d.
+
+    Raises:
+        DatalensError: an argument is out of range.
     """
 
     levels: int
@@ -63,7 +72,10 @@ class KLevel:
         )
 
     def _round(self, normal: Tensor, gradients: Gradients) -> Tensor:
-        """Lines 6-10: from m[r] <= x <= m[r + 1] up with probability (x − m[r])/(m[r + 1] − m[r]), to one in 65536."""
+        """Round each coordinate to a level at random (lines 6-10).
+
+        m[r] <= x <= m[r + 1] is rounded up with probability (x − m[r])/(m[r + 1] − m[r]), to one part in 65536.
+        """
         count = normal[0].numel()
         draws = streams.halfwords(self.seed, "level", gradients.step, teachers=gradients.teachers, count=count)
         place = (normal + 1).mul_((self.levels - 1) / 2)  # r + that probability

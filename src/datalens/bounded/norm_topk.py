@@ -1,12 +1,12 @@
 """NormTopK, DataLens Algorithm 4: per-sample gradients of parameters, clipped, compressed and summed.
 
-A record's row is its whole gradient, over all parameters at once. Rows are looked at a few at a time, so the
-per-sample gradients are read where they lie, and no copy of all of them is made.
+A record's row is its whole gradient, over all parameters at once. Rows are processed a few at a time: the per-sample
+gradients are read in place, and no copy of all of them is made.
 
-Rows are added up in float64: in float32, thousands of rows that point one way would each move the sum by more, or less,
-than they are long.
+Rows are added up in float64. In float32, each of thousands of rows in the same direction would move the sum by more, or
+less, than its own norm.
 
-Differs from the paper: of coordinates of equal size all are kept, or none.
+Differs from the paper: of coordinates of equal magnitude either all are kept, or none.
 """
 
 import itertools
@@ -28,15 +28,15 @@ from datalens.public.triton import kernels_for
 Selector = Literal["norm", "dim", "none"]
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
-# Rows are measured in float32, so they are declared, and paid for, as this much longer than asked.
+# Norms are computed in float32, so rows are declared, and charged for, as longer than the bound by this fraction.
 ROUNDING = 1e-6
-LEAST_CLIP = 1e-12  # squares of much shorter rows are lost in float32, and with them their length
-_CPU_BYTES, _GPU_BYTES = 2**21, 2**25  # of the rows looked at together: in a CPU's cache, or busy on a GPU
+LEAST_CLIP = 1e-12  # squares of much shorter rows underflow in float32, and their norm is lost
+_CPU_BYTES, _GPU_BYTES = 2**21, 2**25  # rows that are processed together: they fit a CPU's cache, or keep a GPU busy
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormTopK:
-    """Clip to C, keep the largest coordinates, sum. With k = 1 or selector "none" it is plain DP-SGD (GM-DP).
+    """Clips rows to norm C, keeps their largest coordinates, and sums. Plain DP-SGD (GM-DP) with k = 1 or "none".
 
     | selector | a clipped row g keeps | its norm is at most |
     |---|---|---|
@@ -48,6 +48,14 @@ class NormTopK:
     |---|---|
     | NaN or infinity anywhere in it | zero |
     | one coordinate holds more than k of the squared norm | zero |
+
+    Args:
+        clip: C.
+        topk: k, a fraction.
+        selector: Which coordinates are kept.
+
+    Raises:
+        DatalensError: an argument is out of range.
     """
 
     clip: float
@@ -56,32 +64,38 @@ class NormTopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:
-            raise DatalensError(f"clip must be above 0, and finite, not {self.clip:g}")
+            raise DatalensError(f"clip must be above 0 and finite, not {self.clip:g}")
         if self.clip < LEAST_CLIP:
             raise DatalensError(f"clip must be at least {LEAST_CLIP:g}: rows of {self.clip:g} cannot be measured")
         if not 0 < self.topk <= 1:
-            raise DatalensError(f"topk is a fraction, above 0 and at most 1, not {self.topk:g}")
+            raise DatalensError(f"topk must be a fraction above 0 and at most 1, not {self.topk:g}")
         if self.selector not in ("norm", "dim", "none"):
             raise DatalensError(f"selector must be norm, dim or none, not {self.selector!r}")
 
     @property
     def bound(self) -> float:
-        """What the norm of a row is brought down to: the paper's √k·C, or C."""
+        """The norm that rows are scaled down to: the paper's √k·C, or C."""
         return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
 
     @property
     def l2_bound(self) -> float:
-        """What a row is never longer than, rounding included."""
+        """The bound on the norm of a row, rounding included."""
         return self.bound * (1 + ROUNDING)
 
     @property
     def keeps_all(self) -> bool:
+        """Whether every coordinate is kept, so that nothing is compressed."""
         return self.selector == "none" or self.topk == 1.0
 
     def sum(self, gradients: list[Tensor], onto: BoundedSum | None = None) -> BoundedSum:
-        """The sum over records of the rows, one [records, …] tensor per parameter; plus `onto`, other records' sum.
+        """Return the bounded sum of the records' rows. An empty batch sums to zero.
 
-        An empty batch sums to zero.
+        Args:
+            gradients: One [records, …] tensor per parameter.
+            onto: The sum of other records' rows, which is added.
+
+        Raises:
+            ValueError: parameters have gradients of different numbers of records, or `onto` has another bound or shape.
         """
         if len({len(g) for g in gradients}) != 1:
             raise ValueError("every parameter must have the gradients of the same records")
@@ -100,13 +114,16 @@ class NormTopK:
         )
 
     def _plain(self, flat: list[Tensor]) -> Tensor:
-        """As Opacus does it, but for the rounding of a norm: theirs is off by 1e-5 in 10⁴ coordinates, 4e-4 in 10⁶."""
+        """Clip and sum as Opacus does, but with smaller rounding errors of the norm.
+
+        Theirs are 1e-5 for 10⁴ coordinates and 4e-4 for 10⁶.
+        """
         norms = sum(map(_squared_norms, flat)).sqrt()  # type: ignore[union-attr]
         scale = torch.where(norms.isfinite(), (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
         return torch.cat([_weighed_sum(scale, g) for g in flat])
 
     def _compressed(self, flat: list[Tensor]) -> Tensor:
-        """Some rows at a time, each as one vector over all parameters."""
+        """Clip, compress and sum some rows at a time, each as one vector over all parameters."""
         d = sum(g.shape[1] for g in flat)
         kind = torch.float64 if any(g.dtype == torch.float64 for g in flat) else torch.float32
         if self.selector == "norm" and not flat[0].is_cuda:
@@ -118,7 +135,7 @@ class NormTopK:
         return total
 
     def _by_threads(self, flat: list[np.ndarray]) -> np.ndarray:
-        """On a CPU: in as many threads as torch has. numpy lets go of the interpreter while it works on a block."""
+        """Do so on a CPU, in as many threads as torch has. numpy releases the interpreter lock during its work."""
         count = len(flat[0])
         threads = min(torch.get_num_threads(), max(1, count))
         cuts = [i * count // threads for i in range(threads + 1)]
@@ -127,7 +144,7 @@ class NormTopK:
             return np.sum(list(pool.map(self._sum_few, parts)), axis=0)
 
     def _sum_few(self, flat: list[np.ndarray]) -> np.ndarray:
-        """In blocks near the core, and in the same memory every time: new pages cost more than the work."""
+        """Do so in one thread: in blocks that fit the cache, and in the same memory, since new pages are slow."""
         count, d, kind = len(flat[0]), sum(g.shape[1] for g in flat), flat[0].dtype
         total = np.zeros(d)
         size = max(1, min(count, _CPU_BYTES // (4 * d)))
@@ -147,7 +164,7 @@ class NormTopK:
         return total
 
     def _add_rows(self, rows: Tensor, total: Tensor) -> None:
-        """[n, d]; what is not kept is set to zero where it lies, for memory's sake."""
+        """Add the compressed rows, [n, d], to `total`. What is not kept is set to zero in place, to save memory."""
         if self.selector == "norm" and _by_kernels(rows):
             from datalens.bounded.kernels import cut, weighed_sum
 
@@ -155,7 +172,7 @@ class NormTopK:
             total += weighed_sum(bounded_scale(squares, kept, clip=self.clip, bound=self.bound), rows, limits)
             return
         squares = _squared_norms(rows)
-        finite = squares.isfinite()  # if not: NaN, or too large to square
+        finite = squares.isfinite()  # otherwise the row has NaN, or entries too large to square
         squares = torch.where(finite, squares, 0.0)
         rows.masked_fill_(~finite.unsqueeze(1), 0.0)
         if self.selector == "dim":
@@ -171,14 +188,14 @@ def _by_kernels(rows: Tensor) -> bool:
 
 @cache
 def kernels_agree(device: torch.device) -> bool:
-    """Whether the kernels measure and add as torch does on this GPU, whichever it is: bounds rest on it.
+    """Return whether the kernels compute the same norms and sums as torch on this GPU. The bounds depend on it.
 
-    Looked at once, on rows that are made up here; where they do not agree, torch does it all.
+    Checked once per device, on random rows. Where they disagree, torch is used instead.
     """
     from datalens.bounded import kernels
 
     random = torch.Generator().manual_seed(0)
-    rows = torch.randn(19, 9000, generator=random).to(device)  # several blocks of every kernel, and parts of some
+    rows = torch.randn(19, 9000, generator=random).to(device)  # several whole blocks of every kernel, and partial ones
     weights = torch.rand(19, generator=random, dtype=torch.float64).to(device)
     squares, kept, limits = kernels.cut(rows, 0.7)
     larger = torch.where(rows.abs() > limits.unsqueeze(1), rows, 0.0)
@@ -193,20 +210,34 @@ def kernels_agree(device: torch.device) -> bool:
 
 
 def bounded_scale(squares: Numbers, kept: Numbers, *, clip: float, bound: float) -> Numbers:
-    """By what each row is multiplied: clipped as it came, and then short enough whatever was kept of it. [n] float64
+    """Return the factor of each row, [n] float64: it clips the whole row, and then bounds what is kept of it.
 
-    `squares`, `kept`: squared norms of the whole row and of what is added of it, [n] float64, finite.
+    Args:
+        squares: Squared norms of the whole rows, [n] float64, finite.
+        kept: Squared norms of what is kept of them, [n] float64, finite.
+        clip: Bound on the norm of a whole row.
+        bound: Bound on the norm of what is kept.
     """
     scale = clip / (squares**0.5).clip(min=clip)
-    return scale * bound / (kept**0.5 * scale).clip(min=bound) * (kept > 0)  # too short to measure: nothing
+    return scale * bound / (kept**0.5 * scale).clip(min=bound) * (kept > 0)  # 0 where the norm underflowed
 
 
 def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, guess: float) -> tuple[np.ndarray, float]:
-    """[n] per row of [n, d] sizes the smallest such that the squares of what is larger sum to at most k of all squares.
+    """Return the limit of each row, and a guess for similar rows.
 
-    What is not larger holds 1 − k of all squares in at most d sizes, so the limit is at least √((1 − k)·whole/d). Only
-    what is larger than `guess` times that is sorted; where all of it may stay, more is. A guess costs time, and changes
-    nothing. Also returned: one for rows that are about like these. `whole`: the sums of squares, [n] float64.
+    The limit is the smallest entry such that the squares of all larger entries sum to at most k of all squares. The
+    entries up to it hold at least 1 − k of all squares, in at most d entries, so the limit is at least
+    √((1 − k)·whole/d). Only entries above `guess` times that are sorted. If all of them may be kept, the search is
+    repeated with more. So a bad guess costs time and does not change the result.
+
+    Args:
+        sizes: [n, d] magnitudes.
+        whole: [n] float64, the sum of squares of each row.
+        k: Fraction of the squares that may be kept.
+        guess: Where to begin; 0 sorts everything.
+
+    Returns:
+        Limits, [n], and a guess for rows that are similar to these.
     """
     (n, d), least = sizes.shape, np.sqrt((1 - k) * whole / sizes.shape[1])
     chosen = sizes > (guess * least).astype(sizes.dtype)[:, None] if guess > 0 else np.ones((n, d), bool)
@@ -219,7 +250,7 @@ def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, guess: float) ->
     limits = falling[np.arange(n), np.minimum(kept, falling.shape[1] - 1)]
     more = (kept >= counts) & (whole > 0)
     if guess == 0:
-        limits[more] = -1.0  # rounding: all of it may stay
+        limits[more] = -1.0  # by rounding, the whole row may be kept
     elif more.any():
         limits[more] = find_limits(sizes[more], whole[more], k, 0.99 if guess > 1 else 0.0)[0]
     known = (limits > 0) & (least > 0)
@@ -227,14 +258,14 @@ def find_limits(sizes: np.ndarray, whole: np.ndarray, k: float, guess: float) ->
 
 
 def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """[n] how many of a row of [n, m], from the first on, have squares that sum to at most `most`, [n].
+    """Return how many leading entries of each row have squares that sum to at most `most`: [n, m], [n] → [n].
 
-    By groups, and then within one: numpy's cumsum is slow, and keeps the interpreter from other threads.
+    Sums of groups come first, and then one group is searched: numpy's cumsum is slow and holds the interpreter lock.
     """
     (n, m), each = falling.shape, np.arange(len(falling))
     squares = np.empty((n, m // 64 + 1, 64))
     np.square(falling, out=squares.reshape(n, -1)[:, :m], dtype=np.float64)
-    squares.reshape(n, -1)[:, m:] = np.inf  # what is not there does not fit
+    squares.reshape(n, -1)[:, m:] = np.inf  # padding never fits
     ends = np.cumsum(squares.sum(axis=2), axis=1)
     groups = np.count_nonzero(ends <= most[:, None], axis=1)
     before = np.where(groups > 0, ends[each, groups - 1], 0.0)
@@ -243,15 +274,15 @@ def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def by_bisection(rows: Tensor, k: float) -> Tensor:
-    """[n, 1] per row the smallest size such that the squares of what is larger sum to at most k of all squares.
+    """Return the limit of each row (see `find_limits`) by bisection: [n, d] → [n, 1].
 
-    Floats that are not negative are ordered as their bits are: thirty-one halvings find the size exactly.
+    Non-negative floats are ordered like their bits, so 31 halvings find the limit exactly.
     """
     sizes = rows.abs().to(torch.float32)
     squares = sizes * sizes
     whole = squares.sum(dim=1, keepdim=True, dtype=torch.float64)
-    low = torch.full((len(rows), 1), -1, dtype=torch.int32, device=rows.device)  # drops nothing
-    high = torch.full_like(low, 0x7F7FFFFF)  # the largest number: drops all
+    low = torch.full((len(rows), 1), -1, dtype=torch.int32, device=rows.device)  # a limit that drops nothing
+    high = torch.full_like(low, 0x7F7FFFFF)  # the largest finite float: a limit that drops everything
     for _ in range(31):
         middle = low + (high - low) // 2
         kept = torch.where(sizes > middle.view(torch.float32), squares, 0.0).sum(dim=1, keepdim=True)
@@ -261,9 +292,9 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
 
 
 def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
-    """Σ scale_i · rows_i, [d] float64, of [n] float64 and [n, d]; whatever is in a row of scale 0, it adds nothing.
+    """Return Σ scale_i · rows_i: [n] float64, [n, d] → [d] float64. A row of scale 0 adds nothing, whatever it holds.
 
-    Without the kernel, a few rows at a time are widened.
+    Without the kernel, rows are converted to float64 a few at a time.
     """
     if _by_kernels(rows):
         from datalens.bounded.kernels import weighed_sum
@@ -279,20 +310,25 @@ def _weighed_sum(scale: Tensor, rows: Tensor) -> Tensor:
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
-    """[n] float64. In float32 over few coordinates at a time: over many, what is small is lost, and rows look short."""
+    """Return the squared norms of rows: [n, d] → [n] float64.
+
+    Squares are summed in float32 over few coordinates at a time. Over many, small ones would be lost, and the norm
+    would come out too small.
+    """
     if _by_kernels(rows):
         from datalens.bounded.kernels import squared_norms
 
         return squared_norms(rows)
-    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster at it
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):  # numpy is faster here
         return torch.from_numpy(_squares_by_numpy(rows.numpy()))
     return squares_by_torch(rows)
 
 
 def squares_by_torch(rows: Tensor) -> Tensor:
+    """Return the squared norms of rows in torch, summed in float32 over 512 coordinates at a time: [n, d] → [n]."""
     whole = rows.shape[1] // 512 * 512
     parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
-    kind = torch.promote_types(rows.dtype, torch.float32)  # a half-precision length would be off by a thousandth
+    kind = torch.promote_types(rows.dtype, torch.float32)  # a half-precision norm would be wrong by a thousandth
     norms = torch.linalg.vector_norm(parts, dim=2, dtype=kind).to(torch.float64).square().sum(dim=1)
     return norms + torch.linalg.vector_norm(rest, dim=1, dtype=kind).to(torch.float64).square()
 

@@ -1,11 +1,12 @@
-"""Sums of outer products, one of bounded norm per record, without writing a single one out.
+"""Sums of outer products, one of bounded norm per record, without computing each of them.
 
-A record's row is one-hot(slot) ⊗ left ⊗ right: with left = right a covariance, with left = (1) a class sum, with left a
-one-hot bin a histogram. Its norm is ‖left‖·‖right‖, so bounding the factors bounds the row; and since a row lies in one
-slot, all slots together are one release. Factors are whole numbers, so sums are exact and discrete noise fits.
+A record's row is one-hot(slot) ⊗ left ⊗ right. With left = right the sum is a covariance, with left = (1) a class sum,
+and with left a one-hot bin a histogram. The norm of a row is ‖left‖·‖right‖, so bounding the factors bounds the row.
+Since a row lies in one slot, all slots together are one release. Factors are integers, so that sums are exact and
+discrete noise can be used.
 
-Where a person is the unit, the rows of all their images, in whatever slots, are added up to one row over all slots,
-which is weighed so that it is no longer than one image's could be (docs/privacy.md).
+If the privacy unit is a person, the rows of all their images, in whatever slots, are added up to one row over all
+slots. It is weighted so that it is no longer than the row of one image could be (docs/privacy.md).
 """
 
 import math
@@ -18,23 +19,29 @@ from torch import Tensor
 
 from datalens.bounded.contributions import BoundedSum
 
-MOST = 2**53  # whole numbers up to it are exact in float64, and so are their sums, in any order
+MOST = 2**53  # integers up to it, and sums of integers in any order, are exact in float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """Some records' rows, as their factors: whole numbers, in float64."""
+    """The rows of some records, given by their factors: integers, in float64."""
 
     slots: Tensor = field(repr=False)  # [n] int64
     left: Tensor = field(repr=False)  # [n, a]
     right: Tensor = field(repr=False)  # [n, b]
-    persons: Tensor | None = field(default=None, repr=False)  # [n] int64, not falling; a person is in one chunk only
+    # [n] int64, non-decreasing; a person is in one chunk only
+    persons: Tensor | None = field(default=None, repr=False)
 
 
 def on_grid(values: Tensor, *, clip: float, grid: int) -> Tensor:
-    """Rows clipped to norm `clip`, as whole numbers of norm at most `grid` (which `clip` becomes), in float64.
+    """Clip rows to norm `clip`, and scale and truncate them to integers of norm at most `grid`, in float64.
 
-    Truncated towards zero: no coordinate grows, so no row does. A row with NaN or infinity in it becomes zero.
+    Truncation is towards zero, so that no coordinate grows, and no norm. A row with NaN or infinity becomes zero.
+
+    Args:
+        values: [n, d].
+        clip: Bound on the norm before scaling.
+        grid: The norm that `clip` becomes.
     """
     wide = values.to(torch.float64)
     wide = torch.where(wide.isfinite().all(dim=1, keepdim=True), wide, 0.0)
@@ -46,14 +53,24 @@ def on_grid(values: Tensor, *, clip: float, grid: int) -> Tensor:
 def sum_outer(
     chunks: Iterable[Outer], *, slots: int, left_bound: int, right_bound: int, diameter: float | None = None
 ) -> BoundedSum:
-    """The sum, int64 [slots, a·b], of rows that are at most left_bound·right_bound long, whatever came in.
+    """Return the sum, int64 [slots, a·b], of rows of norm at most left_bound·right_bound, after enforcing the bounds.
 
     | factor | its row becomes |
     |---|---|
-    | longer than its bound, not whole, or not finite | zero |
+    | longer than its bound, not an integer, or not finite | zero |
     | slot out of range | an error: labels are checked when they are read |
 
-    `diameter`: the largest distance between two possible rows, where one under 2·l2_bound is proved.
+    Args:
+        chunks: The rows.
+        slots: Number of slots.
+        left_bound: Bound on the norm of the left factors.
+        right_bound: Bound on the norm of the right factors.
+        diameter: The largest distance between two possible rows, if one under 2·l2_bound is proved.
+
+    Raises:
+        ValueError: there are no rows, a slot is out of range, chunks of records and of persons are mixed, or a person's
+            images do not come together.
+        OverflowError: sums could exceed what float64 holds exactly.
     """
     total: Tensor | None = None
     count, last, unit = 0, -1, None
@@ -93,22 +110,26 @@ def sum_outer(
 
 
 def _after(persons: Tensor, last: int) -> int:
-    """The last person here. One who was in an earlier chunk too would have two rows at the price of one."""
+    """Return the last person of a chunk, after checking that no person of an earlier chunk comes again.
+
+    Such a person would have two rows at the price of one.
+    """
     rising = bool((persons[1:] >= persons[:-1]).all())
     if not rising or (len(persons) and int(persons[0]) <= last):
-        raise ValueError("the images of a person must come together: the bound holds for one row each")
+        raise ValueError("the images of a person must come together: the bound is for one row per person")
     return int(persons[-1]) if len(persons) else last
 
 
-TRUNCATED = 2.0**10  # how far truncating a person's row can move it: by less than one in each of at most 2^20 cells
-LESS = 1 - 1e-9  # of the weight, so that no rounding of it makes a row too long
+TRUNCATED = 2.0**10  # bound on how far truncation moves a person's row: less than one in each of at most 2^20 cells
+LESS = 1 - 1e-9  # reduces the weight, so that its rounding cannot make a row too long
 
 
 def _add_persons(chunk: Outer, total: Tensor, bound: float) -> Tensor:
-    """Add the rows of persons with several images to `total`; [n] bool: which images are of the others.
+    """Add the rows of persons with several images to `total`, and return a mask, [n] bool, of all other images.
 
-    With m_s images in slot s a person's sum over slots is at most bound·‖(m_s)‖ long, since each image's row is at most
-    `bound`. So it is weighed by 1/‖(m_s)‖ and truncated towards zero; what is longer all the same becomes zero.
+    With m_s images in slot s, the norm of a person's sum over slots is at most bound·‖(m_s)‖, since each image's row is
+    at most `bound`. So it is weighted by 1/‖(m_s)‖ and truncated towards zero. A row that is still too long becomes
+    zero.
     """
     assert chunk.persons is not None
     _, whose, images = torch.unique_consecutive(chunk.persons, return_inverse=True, return_counts=True)
@@ -120,7 +141,7 @@ def _add_persons(chunk: Outer, total: Tensor, bound: float) -> Tensor:
     pairs, at, each = torch.unique(
         whose[several] * slots + chunk.slots[several], return_inverse=True, return_counts=True
     )
-    person = (pairs // slots).unique_consecutive(return_inverse=True)[1]  # of each pair of a person and a slot
+    person = (pairs // slots).unique_consecutive(return_inverse=True)[1]  # the person of each (person, slot) pair
     squares = torch.zeros(int(person[-1]) + 1, dtype=torch.float64)
     weights = LESS / squares.index_add(0, person, each.to(torch.float64).square()).sqrt()
     parts = _pair_sums(chunk.left[several], chunk.right[several], at, len(pairs))
@@ -134,8 +155,8 @@ def _add_persons(chunk: Outer, total: Tensor, bound: float) -> Tensor:
 
 
 def _pair_sums(left: Tensor, right: Tensor, at: Tensor, pairs: int) -> Iterator[Tensor]:
-    """[a, b] for each pair of a person and a slot: the sum of left ⊗ right over its images."""
-    if 1 in (left.shape[1], right.shape[1]):  # thin: all at once
+    """Yield the sum of left ⊗ right over the images of each (person, slot) pair: [a, b]."""
+    if 1 in (left.shape[1], right.shape[1]):  # small products: all at once
         thin = left.new_zeros(pairs, left.shape[1] * right.shape[1]).index_add(0, at, left * right)
         yield from thin.view(pairs, left.shape[1], right.shape[1])
         return
@@ -145,15 +166,19 @@ def _pair_sums(left: Tensor, right: Tensor, at: Tensor, pairs: int) -> Iterator[
 
 
 def outer_diameter(bound: float, *, truncated: float = 0.0) -> float:
-    """How far apart two rows v ⊗ v with ‖v‖² ≤ bound can be, in one slot or in two: √2·bound.
+    """Return the largest distance between two rows v ⊗ v with ‖v‖² ≤ bound, in one slot or in two: √2·bound.
 
     ‖uuᵀ − wwᵀ‖² = ‖u‖⁴ + ‖w‖⁴ − 2⟨u, w⟩² ≤ 2·bound²; in different slots the last term is missing. Sums A, B of such
-    rows have ⟨A, B⟩ ≥ 0 as well. `truncated`: how far truncation can move a sum; then √2·(bound + truncated).
+    rows have ⟨A, B⟩ ≥ 0 as well.
+
+    Args:
+        bound: Bound on the norm of a row.
+        truncated: How far truncation can move a sum of rows. The result is then √2·(bound + truncated).
     """
     return min(math.sqrt(2.0) * (bound + truncated) * (1 + 1e-12), 2 * bound)
 
 
 def _fits(factor: Tensor, bound: int) -> Tensor:
-    """[n, 1] whether a row is whole and no longer than the bound. Squares of whole numbers add up exactly."""
+    """Return whether each row is of integers and within the bound: [n, 1]. Squares of integers add up exactly."""
     whole = (factor == factor.trunc()).all(dim=1, keepdim=True) & factor.isfinite().all(dim=1, keepdim=True)
     return whole & (torch.linalg.vecdot(factor, factor).unsqueeze(1) <= bound * bound)

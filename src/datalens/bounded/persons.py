@@ -1,4 +1,4 @@
-"""Gradients of persons: the mean over each person's images, one row each, bounded as a record's would be."""
+"""Gradients of persons: one row per person, the mean over the person's images, bounded like a record's row."""
 
 import dataclasses
 
@@ -12,12 +12,21 @@ from datalens.bounded.norm_topk import NormTopK
 def sum_persons(
     compress: NormTopK, gradients: list[Tensor], whose: Tensor, onto: BoundedSum | None = None
 ) -> BoundedSum:
-    """`gradients`: one [images, …] tensor per parameter. `whose`: [images], not falling; all of a person's are here.
+    """Return the bounded sum of the persons' rows.
 
-    A row is a function of that person's images alone; NaN in any of them makes it zero, and no other.
+    A row is a function of that person's images alone. NaN in any of them makes this row zero, and no other.
+
+    Args:
+        compress: Bounds the rows.
+        gradients: One [images, …] tensor per parameter.
+        whose: [images] numbers of the persons, non-decreasing. All images of a person must be in this call.
+        onto: The sum of other persons' rows, which is added.
+
+    Raises:
+        ValueError: an image has no person, or persons are not in order.
     """
     if whose.shape != gradients[0].shape[:1] or bool((whose[1:] < whose[:-1]).any()):
-        raise ValueError("every image has one person, and those of a person come together")
+        raise ValueError("every image must have one person, and the images of a person must come together")
     _, place, images = torch.unique_consecutive(whose, return_inverse=True, return_counts=True)
     means = []
     for gradient in gradients:

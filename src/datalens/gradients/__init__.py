@@ -1,1 +1,1 @@
-"""Per-record gradients: DP-SGD's optimizer and what it watches."""
+"""Per-record gradients: the optimizer of DP-SGD, and the checks around it."""

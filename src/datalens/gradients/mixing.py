@@ -1,8 +1,10 @@
-"""Whether records are mixed, by trial: one row of a batch is changed, or left out, and no other row may move.
+"""Trials that detect models and collate functions that mix records.
 
-A price is for a sum of rows, each made of one record. A model that subtracts the mean of its batch, or a collate
-function that blends records, makes every row depend on all: one record then moves the sum further than is paid for. A
-trial sees what happens to a few rows: it finds such code where it runs, and is no proof. Nothing of it is released.
+One row of a batch is changed, or left out, and all other rows of the output must stay the same. The price of DP-SGD is
+for a sum of rows, each computed from one record. If a model subtracts the mean of its batch, or a collate function
+blends records, every row depends on all records, and one record moves the sum further than is charged for. A trial
+looks at a few rows: it finds such code where it runs, and is no proof that there is none. Nothing of a trial is
+released.
 """
 
 import contextlib
@@ -20,21 +22,33 @@ from torch.utils.data import DataLoader, default_collate
 from datalens.errors import DatalensError
 from datalens.gradients.watching import StateWatch
 
-ROWS, PLACE = 7, 3  # of a trial, and the one that is changed; 7: fewer things than with 8 happen to have as many rows
-SEEDS = (0, 1, 2)  # what is blended with what may be drawn
-SAME, NEAR = 1e-4, 1e-2  # of what is usual in an output: in batches of one size, and where rounding may differ
-FLOOR = 1e-3  # what is usual is no less, unless all numbers are
+ROWS, PLACE = 7, 3  # rows of a trial, and the one that is changed. Fewer tensors have a dimension of 7 than one of 8.
+SEEDS = (0, 1, 2)  # several, since what is blended with what may be random
+# Differences that are tolerated, relative to the typical size of an output: in batches of one size, and where rounding
+# may differ.
+SAME, NEAR = 1e-4, 1e-2
+FLOOR = 1e-3  # least typical size, unless all numbers are smaller
 
 
-Given = Callable[[], Any]  # what a run is given, each time anew
+Given = Callable[[], Any]  # makes the input of a run, anew for each run
 
 
 class CannotTell(Exception):
-    """Nothing in the output has one row a record, or there was no output."""
+    """The trial has no result: no output has one row per record, or the model could not be run."""
 
 
 def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse a model that mixes records, in the mode in which it is. Raises `CannotTell` if it cannot be tried."""
+    """Raise if a model, in its current mode, mixes records.
+
+    Args:
+        model: The model.
+        arguments: Positional arguments of a call.
+        named: Named arguments.
+
+    Raises:
+        DatalensError: it mixes records.
+        CannotTell: it cannot be tried.
+    """
     count = next((len(leaf) for leaf in tree_leaves((arguments, named)) if _is_row(leaf)), 0)
     if count < 2:
         raise CannotTell("fewer than two rows")
@@ -46,10 +60,10 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
         def taken(leaf: Any) -> Any:
             if not _is_row(leaf, count):
                 return leaf
-            mine = leaf.detach()[:rows][part].clone()  # a model may write into what it is given
+            selected = leaf.detach()[:rows][part].clone()  # a copy, since a model may write into its input
             if change:
-                mine[place] = _another(mine, place)
-            return mine
+                selected[place] = _another(selected, place)
+            return selected
 
         return tree_map(taken, (arguments, named))
 
@@ -67,18 +81,23 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
                 moved = _shifted(run, whole, lambda: cut(slice(1, None)), rows, 0)
     except (DatalensError, CannotTell):
         raise
-    except Exception as error:  # not called like this, or not with so few rows
+    except Exception as error:  # the model is called in another way, or not with so few rows
         raise CannotTell(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
     if moved:
         raise DatalensError(
-            f"the model mixes records: in a batch of {rows}, its output for one record moved when another "
-            f"{moved}, so one record would move the rows of all; no layer may look across the first dimension, or at "
-            "its length"
+            f"the model mixes records: in a batch of {rows}, its output for one record changed when another "
+            f"{moved}, so one record would change the rows of all; no layer may combine entries of the first "
+            "dimension, or use its length"
         )
 
 
 def try_batch(model: nn.Module, batch: Any) -> None:
-    """The same at the start, with the first part of a batch, as most models are called; they are left as they were."""
+    """Do the trial on the first part of a batch, which is how most models are called. The model is left unchanged.
+
+    Raises:
+        DatalensError: the model mixes records, or changes its own state.
+        CannotTell: it cannot be tried.
+    """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     device = next(model.parameters()).device
     watch = StateWatch(model)
@@ -93,7 +112,11 @@ def try_batch(model: nn.Module, batch: Any) -> None:
 
 
 def try_collate(loader: DataLoader[Any]) -> tuple[Any, str]:
-    """A small batch, and what to say of a collate function that is not torch's; refuse one that mixes records."""
+    """Try the loader's collate function, and return a small batch and a remark for the user (empty for torch's own).
+
+    Raises:
+        DatalensError: the collate function mixes records.
+    """
     collate, count = loader.collate_fn, len(loader.dataset)  # type: ignore[arg-type]
     with _seeded(0):
         items = [loader.dataset[place] for place in range(min(count, ROWS + 1))]
@@ -102,40 +125,43 @@ def try_collate(loader: DataLoader[Any]) -> tuple[Any, str]:
         return collate(records), ""
     name = getattr(collate, "__qualname__", type(collate).__name__)
     if len(items) < 2:
-        return None, f"the collate function {name} was not tried, for want of records: that it mixes none is yours"
+        return None, f"the collate function {name} could not be tried with so few records: make sure that it mixes none"
     fresh = items[-1] if len(items) > ROWS else None
     moved = ""
     try:
-        for place in range(len(records)):  # each: it may be the longest, to which others are padded
+        for place in range(len(records)):  # all of them: any may be the longest, to which the others are padded
             before, after = records[:place], records[place + 1 :]
             other = [*before, records[place - 1] if fresh is None else fresh, *after]
             whole: Given = functools.partial(list, records)
             moved = moved or _moved(collate, whole, functools.partial(list, other), len(records), place)
             moved = moved or _shifted(collate, whole, functools.partial(list, before + after), len(records), place)
     except CannotTell:
-        return None, f"the collate function {name} makes batches that are not read here: that it mixes none is yours"
+        return None, f"the collate function {name} makes batches that cannot be read: make sure that it mixes none"
     if moved:
         raise DatalensError(
-            f"the collate function {name} mixes records: what it makes of one moved when another {moved}, so one "
-            "record would move the rows of all; blend or pad nothing by what else is in the batch"
+            f"the collate function {name} mixes records: what it makes of one changed when another {moved}, so one "
+            "record would change the rows of all; blend or pad nothing by other records of the batch"
         )
     with _seeded(0):
         batch = collate(list(records))
-    return batch, f"the collate function {name} mixed no records in a trial; that it never does is yours to keep"
+    return batch, f"the collate function {name} mixed no records in a trial; make sure that it never does"
 
 
 # --- two runs, compared ----------------------------------------------------------------------------------------------
 
 
 def _moved(run: Callable[[Any], Any], whole: Given, other: Given, count: int, place: int) -> str:
-    """What happened, if rows moved when one was changed. The same randomness in both runs, so dropout is the same."""
+    """Return what happened, if other rows moved when one row was changed; else "".
+
+    Both runs have the same random numbers, and so the same dropout.
+    """
     rest = [row for row in range(count) if row != place]
     for seed in SEEDS:
         first, again, changed = (_rows(run, given(), seed, count) for given in (whole, whole, other))
         if _far(first, again, NEAR):
             raise DatalensError(
-                "a batch does not come out twice the same with the same random numbers, so it cannot be tried whether "
-                "records are mixed: draw from torch's, numpy's or Python's global generator"
+                "a batch does not come out twice the same with the same random seeds, so there can be no trial whether "
+                "records are mixed: draw random numbers from torch's, numpy's or Python's global generator"
             )
         if _far(
             [part[rest] for part in first], [part[rest] for part in changed], NEAR if _far(first, again, SAME) else SAME
@@ -145,7 +171,10 @@ def _moved(run: Callable[[Any], Any], whole: Given, other: Given, count: int, pl
 
 
 def _shifted(run: Callable[[Any], Any], whole: Given, shorter: Given, count: int, place: int) -> str:
-    """The same when one was left out, which moves places and the length. Not tried where rows are random."""
+    """Return what happened, if other rows moved when one row was left out, which changes positions and the length.
+
+    Not tried where rows are random.
+    """
     rest = [row for row in range(count) if row != place]
     before, drawn = (_rows(run, whole(), seed, count) for seed in SEEDS[:2])
     if _far(before, drawn, SAME):
@@ -155,17 +184,18 @@ def _shifted(run: Callable[[Any], Any], whole: Given, shorter: Given, count: int
 
 
 def _rows(run: Callable[[Any], Any], given: Any, seed: int, count: int) -> list[Tensor]:
+    """Return the outputs of a run that have one row per record."""
     with _seeded(seed):
         leaves = tree_leaves(run(given))
     arrays = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-    found = [leaf.detach() for leaf in arrays if _is_row(leaf, count)]
-    if not found:
-        raise CannotTell("no output has one row a record")
-    return found
+    outputs = [leaf.detach() for leaf in arrays if _is_row(leaf, count)]
+    if not outputs:
+        raise CannotTell("no output has one row per record")
+    return outputs
 
 
 def _far(first: list[Tensor], second: list[Tensor], limit: float) -> bool:
-    """Whether two outputs differ by more than `limit` of what is usual there, or in shape."""
+    """Return whether two outputs differ in shape, or by more than `limit` times their typical size."""
     if [part.shape for part in first] != [part.shape for part in second]:
         return True
     for a, b in zip(first, second, strict=True):
@@ -179,18 +209,19 @@ def _far(first: list[Tensor], second: list[Tensor], limit: float) -> bool:
 
 
 def _scale(x: Tensor, y: Tensor) -> Tensor:
-    """The largest number of each output over the rows, so that a class masked by -1e9 hides nothing of the others.
+    """Return the typical size of each output: its largest magnitude over the rows.
 
-    No larger than the largest number that differs at all: where each record has its own mask, every output may have one
-    in some row. No smaller than a tenth of the differing numbers are, or than `FLOOR`, unless all numbers are smaller:
-    what should be 0 is rounded too.
+    It is separate for each output, so that a class masked by -1e9 hides no differences in the others. It is at most the
+    largest magnitude that differs at all: if each record has its own mask, every output may be masked in some row. It
+    is at least the lowest decile of the differing magnitudes, and at least `FLOOR` unless all numbers are smaller:
+    values that should be 0 are rounded too.
     """
     sizes = x.abs().where(x.isfinite(), 0)
     differing = sizes[x != y].sort().values
     if not len(differing):
         return sizes
-    usual = differing[len(differing) // 10].clamp(min=FLOOR)
-    return sizes.amax(0).clamp(max=differing[-1]).clamp(min=usual).clamp(max=sizes.max())
+    least = differing[len(differing) // 10].clamp(min=FLOOR)
+    return sizes.amax(0).clamp(max=differing[-1]).clamp(min=least).clamp(max=sizes.max())
 
 
 def _is_row(leaf: Any, count: int | None = None) -> bool:
@@ -198,15 +229,18 @@ def _is_row(leaf: Any, count: int | None = None) -> bool:
 
 
 def _another(rows: Tensor, place: int) -> Tensor:
-    """A row that is certainly another, and for whole numbers and truth values one that occurs."""
-    mine = rows[place]
+    """Return a row that differs from the one at `place`. For integers and booleans it is a row that occurs."""
+    original = rows[place]
     if rows.is_floating_point() or rows.is_complex():
-        return mine + 1 + 10 * mine.abs()
-    return next((row for row in rows if not torch.equal(row, mine)), mine)
+        return original + 1 + 10 * original.abs()
+    return next((row for row in rows if not torch.equal(row, original)), original)
 
 
 def _rounds_coarsely(model: nn.Module) -> bool:
-    """In half precision a batch of another length may be rounded otherwise, by more than can be told from mixing."""
+    """Return whether the model uses half precision.
+
+    Then batches of different lengths may be rounded so differently that it cannot be told from mixing.
+    """
     halves = (torch.float16, torch.bfloat16)
     autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     return autocast or any(p.dtype in halves for p in model.parameters())
@@ -214,7 +248,7 @@ def _rounds_coarsely(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Masks are drawn for a whole batch: with a row left out, all others would have another."""
+    """Turn dropout off. Masks are drawn for a whole batch: with a row left out, all others would get other masks."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training]
     for layer in layers:
         layer.training = False
@@ -227,7 +261,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The global generators begin at `seed`, and afterwards are where they were. No noise is ever drawn here."""
+    """Seed the global generators, and restore them afterwards. No privacy noise is drawn from them."""
     python, array = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

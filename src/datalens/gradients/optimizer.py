@@ -2,11 +2,11 @@
 
 model, optimizer, loader = make_private(model, optimizer, loader, epsilon=1, delta=1e-5, epochs=20, clip=1.0, topk=0.8)
 
-Opacus brings per-sample gradients; they are clipped and compressed by `bounded.norm_topk` and leave through the gate
-`privacy.dpsgd`, which charges a ledger before it draws noise. With topk = 1 it is plain DP-SGD (GM-DP).
+Opacus computes per-sample gradients. They are clipped and compressed by `bounded.norm_topk`, and their sum passes the
+gate `privacy.dpsgd`, which charges a ledger before it draws noise. With topk = 1 it is plain DP-SGD (GM-DP).
 
-Differs from the paper: noise is on every coordinate, kept or not (Algorithm 4 says the same; some code does not), and ε
-is Opacus's PRV price of the steps.
+Differs from the paper: noise is added to every coordinate, kept or not (Algorithm 4 says the same; some published code
+does not), and ε is Opacus's PRV price of the steps.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do, from public facts."""
+    """The settings of a run, derived from public facts."""
 
     compress: NormTopK
     schedule: Schedule
-    batch_size: int  # expected
+    batch_size: int  # expected size
 
 
 def plan_steps(
@@ -61,10 +61,25 @@ def plan_steps(
     selector: Selector = "norm",
     sigma: float | None = None,
 ) -> Plan:
-    """σ for the epochs, or, where σ is given, the steps that fit; with both given, they must fit."""
+    """Return the plan of a run: σ for the given epochs, or as many steps as fit for the given σ.
+
+    Args:
+        budget: Must not be exceeded.
+        nominal_size: Number of records, declared public.
+        batch_size: Expected size of a batch.
+        epochs: Passes over the data. None: as many as fit.
+        clip: Bound on the norm of a record's gradient.
+        topk: Fraction that compression keeps.
+        selector: Which coordinates are kept.
+        sigma: Noise multiplier. None: the smallest for which the epochs fit.
+
+    Raises:
+        BudgetExceeded: the steps do not fit, or not even one does.
+        DatalensError: an argument is out of range, or neither epochs nor sigma is given.
+    """
     compress = NormTopK(clip=clip, topk=topk, selector=selector)
     if budget.relation != "add-remove":
-        raise DatalensError("DP-SGD samples records, which is priced for --relation add-remove only: leave it out")
+        raise DatalensError("DP-SGD samples records, which is priced for add-remove only: leave --relation out")
     if not 1 <= batch_size <= nominal_size:
         raise DatalensError(
             f"--batch-size must lie between 1 and the {nominal_size} records declared, not {batch_size}"
@@ -78,7 +93,7 @@ def plan_steps(
     facts: dict[str, Any] = {"rate": rate, "budget": budget, "rounding": ROUNDING}
     if sigma is None:
         if steps is None:
-            raise DatalensError("give --epochs, and the noise is solved for, or --sigma, and the steps are")
+            raise DatalensError("give --epochs, to calibrate the noise, or --sigma, to calibrate the steps")
         sigma = calibrate_sigma(steps=steps, **facts)
     elif steps is None:
         steps = calibrate_steps(sigma=sigma, **facts)
@@ -92,7 +107,7 @@ def plan_steps(
     if not cost <= budget.epsilon:
         raise BudgetExceeded(
             f"{steps} steps at sigma {sigma:g} cost {budget.describe(cost)}, more than {budget.epsilon:g}: leave out "
-            "--sigma or --epochs to have it solved"
+            "--sigma or --epochs, so that it is calibrated"
         )
     return Plan(compress=compress, schedule=schedule, batch_size=batch_size)
 
@@ -115,27 +130,46 @@ def make_private(
     loss_reduction: str = "mean",
     noise_seed: int | None = None,
 ) -> "tuple[GradSampleModule, PrivateOptimizer, DataLoader[Any]]":
-    """The same three, made private: train with them as before, one optimizer.step() per batch of the loader.
+    """Return private versions of a model, an optimizer and a loader, for training by DP-SGD.
 
-    - `epsilon`, `delta`: for one record present or absent (add-remove). `inf` trains without noise and guarantee.
-    - `epochs`: the noise is solved for them. With `sigma` given and no epochs: as many steps as fit, which is what the
-      loader has.
-    - `clip`, `topk`, `selector`: how a record's gradient is bounded and compressed (docs/dpsgd.md).
-    - `nominal_size`: about how many records there are, declared public; default: how many there are, which declares
-      that number public.
-    - `ledger`: a file to charge to; a file that is there is continued (its steps stay charged).
-    - `noise_seed`: for tests; NOT PRIVATE.
+    Train with them as before, with one optimizer.step() per batch of the loader. Guaranteed is (epsilon, delta)-DP of
+    the model's parameters after every step, for one record present or absent (add-remove).
 
-    What is guaranteed is (epsilon, delta)-DP of the model's parameters after every step. Yours to keep: records come
-    from the loader alone, no code between it and the model mixes them, and the loss of a batch is the plain mean (or,
-    with loss_reduction="sum", the sum) of its records' own losses. A mean that is divided by something else than their
-    number, as cross_entropy's is with `weight=` or `ignore_index`, is not: one record would rescale all others. Use
-    reduction="sum" there, or weigh each record's loss yourself and take `.mean()`. Not covered: what a layer keeps in
-    plain Python attributes; losses and accuracies you look at.
+    You must make sure that records come from the loader alone, that no code between it and the model mixes them, and
+    that the loss of a batch is the plain mean (or, with loss_reduction="sum", the sum) of its records' own losses. A
+    mean with another divisor than the number of records, such as cross_entropy's with `weight=` or `ignore_index`, is
+    wrong: one record would rescale all others. Use reduction="sum" there, or weight each record's loss yourself and
+    take `.mean()`. Not covered by the guarantee: what a layer keeps in plain Python attributes; losses and accuracies
+    that you look at.
 
-    Refused at once: a model or a collate function that mixes records, as far as a trial on a few of them shows.
-    Refused, as a step: rows of gradients that are not exactly the records of one batch; two forward passes in one; a
-    buffer or parameter of the model that changed otherwise than by a step (state_dict() refuses it, too).
+    A step is refused if its rows of gradients are not exactly the records of one batch, if there were two forward
+    passes, or if a buffer or parameter of the model changed other than by a step (state_dict() refuses that too).
+
+    Args:
+        model: The model, without batch norm. It may be an opacus.GradSampleModule.
+        optimizer: An optimizer of its parameters.
+        loader: A loader over a data set with a length.
+        epsilon: Budget. `inf` trains without noise and without a guarantee.
+        delta: Budget.
+        epochs: The noise is calibrated to this many. With `sigma` and no epochs, the loader has as many steps as fit.
+        clip: Bound on the norm of a record's gradient (docs/dpsgd.md).
+        topk: Fraction that compression keeps; 1 for plain DP-SGD.
+        selector: Which coordinates compression keeps: "norm", "dim" or "none".
+        sigma: Noise multiplier. None: the smallest for which the epochs fit.
+        nominal_size: About how many records there are, declared public. The default is their true number, which
+            declares that number public.
+        ledger: A file to charge to. An existing one is continued, and its steps stay charged. None: kept in memory.
+        accountant: Prices the steps.
+        loss_reduction: "mean" or "sum", as in your loss.
+        noise_seed: Seeds noise and samples, for tests. NOT PRIVATE.
+
+    Returns:
+        The model with Opacus's hooks, the private optimizer, and a loader whose batches are Poisson samples.
+
+    Raises:
+        BudgetExceeded: the steps do not fit into the budget.
+        DatalensError: an argument cannot be used, or a trial on a few records shows that the model or the collate
+            function mixes records.
     """
     batch_size, count = check_loader(loader)
     check_model(model, optimizer, loss_reduction)
@@ -153,10 +187,10 @@ def make_private(
     )
     for line in budget_warnings(budget, nominal_size):
         say(f"warning: {line}")
-    batch, said = try_collate(loader)
-    if said:
-        say(f"warning: {said} (docs/dpsgd.md)")
-    with contextlib.suppress(CannotTell):  # it is tried again when it is first called
+    batch, remark = try_collate(loader)
+    if remark:
+        say(f"warning: {remark} (docs/dpsgd.md)")
+    with contextlib.suppress(CannotTell):  # there is another trial when the model is first called
         try_batch(model._module if isinstance(model, GradSampleModule) else model, batch)
     noise: NoiseSource = SecureNoise() if noise_seed is None else SeededNoise(noise_seed)
     if noise_seed is not None or math.isinf(epsilon):
@@ -171,7 +205,10 @@ def make_private(
 
 
 class PrivateOptimizer(DPOptimizer):
-    """Opacus's optimizer, with its clipping and its noise replaced."""
+    """Opacus's optimizer with other clipping and noise: gradients are bounded and summed here, and noised by the gate.
+
+    Made by `make_private`.
+    """
 
     def __init__(
         self,
@@ -191,11 +228,11 @@ class PrivateOptimizer(DPOptimizer):
         )
         self.plan, self.gate = plan, gate
         self._batches = batches
-        self._sum: BoundedSum | None = None  # of the parts of a batch so far
-        self._rows = 0  # in it
-        self.whose: torch.Tensor | None = None  # of each image of a batch, where persons are the units
+        self._sum: BoundedSum | None = None  # sum over the parts of the batch so far
+        self._rows = 0  # rows in it
+        self.whose: torch.Tensor | None = None  # person of each image of a batch, if persons are the privacy unit
         self.taken = 0
-        self._passes = 0  # forward, since the last step
+        self._passes = 0  # forward passes since the last step
         self._model: GradSampleModule | None = None
         self._state: StateWatch | None = None
         self._stepping = self._noisy = self._tried = False
@@ -204,16 +241,16 @@ class PrivateOptimizer(DPOptimizer):
             batches.on_new_pass = self._drop
 
     def epsilon_spent(self) -> str:
-        """What was charged so far, with all that belongs to an ε."""
+        """Return the ε charged so far as text, with its δ, relation and accountant."""
         ledger = self.gate.ledger
         private = self.gate.noise.origin == "operating-system" and math.isfinite(ledger.budget.epsilon)
         said = "" if private else "; NOT PRIVATE: the noise is seeded, or there is none"
         return ledger.budget.describe(ledger.spent()) + said
 
     def watch(self, sampled: GradSampleModule) -> None:
-        """Count the model's forward passes, try at the first whether it mixes records, and remember its state.
+        """Count the model's forward passes, test at the first one whether it mixes records, and watch its state.
 
-        No noise is added to what a layer keeps in parameters and buffers by itself.
+        The state is watched because no noise is added to what a layer writes into parameters and buffers by itself.
         """
         model: nn.Module = sampled._module
 
@@ -227,10 +264,13 @@ class PrivateOptimizer(DPOptimizer):
         self._state = state
         state.attach(busy=lambda: self._passes > 0 or self._rows > 0)
         assert isinstance(sampled, Sampled)
-        sampled.before_copy = lambda one: state.check() if one is sampled else None  # a copy's copies are its own
+        sampled.before_copy = lambda one: state.check() if one is sampled else None  # copies are not checked
 
     def _try_once(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """As it is called now, which `make_private` could only guess. Samples of none and of one tell nothing."""
+        """Do the trial with the arguments of a real call, which `make_private` could only guess.
+
+        Batches of fewer than two records cannot be used for it.
+        """
         rows = [len(x) for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor) and x.dim()]
         if self._tried or (rows and rows[0] < 2):
             return
@@ -239,11 +279,16 @@ class PrivateOptimizer(DPOptimizer):
             try_model(model, arguments, named)
         except CannotTell as reason:
             say(
-                f"warning: it could not be tried whether the model mixes records ({reason}); that it does not is yours "
-                "to keep (docs/dpsgd.md)"
+                f"warning: it could not be tried whether the model mixes records ({reason}): make sure that it does "
+                "not (docs/dpsgd.md)"
             )
 
     def clip_and_accumulate(self) -> None:
+        """Add the bounded rows of this part of a batch to the sum.
+
+        Raises:
+            DatalensError: gradients are missing, are of several passes, or have different numbers of rows.
+        """
         for p in self.params:
             if isinstance(getattr(p, "grad_sample", None), list):
                 raise DatalensError(
@@ -252,8 +297,8 @@ class PrivateOptimizer(DPOptimizer):
                 )
         if self._passes > 1:
             raise DatalensError(
-                f"{self._passes} forward passes in train() mode since the last step: make one of each batch; look at "
-                "other images in eval() mode or under torch.no_grad()"
+                f"{self._passes} forward passes in train() mode since the last step: make one for each batch; for "
+                "other images use eval() mode or torch.no_grad()"
             )
         if any(getattr(p, "grad_sample", None) is None for p in self.params):
             raise DatalensError(
@@ -277,6 +322,12 @@ class PrivateOptimizer(DPOptimizer):
             p.grad_sample = None  # used once
 
     def add_noise(self) -> None:
+        """Release the sum through the gate, and set the noisy gradients.
+
+        Raises:
+            BudgetExceeded: the step does not fit into the budget.
+            DatalensError: the rows are not those of one batch, or the model's state has changed by itself.
+        """
         assert self._sum is not None
         if self._batches is not None:
             self._batches.take(self._rows)
@@ -287,21 +338,22 @@ class PrivateOptimizer(DPOptimizer):
         self._sum, self._rows, self._noisy = None, 0, True
         self.taken += 1
         widest = functools.reduce(torch.promote_types, (p.dtype for p in self.params))
-        # At once: each trip to a GPU takes its time.
+        # In one transfer: each transfer to a GPU takes time.
         noisy = torch.from_numpy(released.value[0]).to(device=self.params[0].device, dtype=widest)
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad = None  # frozen since the backward pass, say: its gradient has no noise
+                p.grad = None  # such as of a parameter frozen since the backward pass: its gradient has no noise
         for p, part in zip(self.params, noisy.split([p.numel() for p in self.params]), strict=True):
             p.grad = part.view_as(p).to(p)
 
     def scale_grad(self) -> None:
+        """Divide gradients by the expected batch size, if the loss is a mean."""
         if self.loss_reduction == "mean":
             for p in self.params:
                 p.grad /= self.expected_batch_size
 
     def pre_step(self, closure: Any = None) -> bool:
-        """Without Opacus's look at per-sample gradients, which would copy lists of them."""
+        """Clip, add noise and scale, without Opacus's own check of per-sample gradients, which would copy them."""
         if not self.params:
             raise DatalensError("the optimizer has no trainable parameters: there is nothing to train")
         try:
@@ -310,7 +362,7 @@ class PrivateOptimizer(DPOptimizer):
                 return False
             self.add_noise()
         except BaseException:
-            self._drop()  # or what was refused would be in the next sum
+            self._drop()  # otherwise what was refused would be in the next sum
             if self._batches is not None:
                 self._batches.forget()
             raise
@@ -318,16 +370,17 @@ class PrivateOptimizer(DPOptimizer):
         return True
 
     def step(self, closure: Any = None) -> Any:
+        """Make one private step. See `pre_step`."""
         self._stepping = True
         try:
             return super().step(closure)
         finally:
             if self._noisy and self._state is not None:
-                self._state.remember(self.params)  # and nothing else: it is as it was before the first step
+                self._state.remember(self.params)  # only these: everything else must be as before the first step
             self._stepping = self._noisy = False
 
     def _drop(self) -> None:
-        """All that is known of records: gradients, and sums of parts of a batch."""
+        """Discard everything that was computed from records: gradients, and sums over parts of a batch."""
         self._sum, self._rows, self._passes = None, 0, 0
         self._step_skip_queue.clear()
         for group in self.param_groups:
@@ -337,13 +390,14 @@ class PrivateOptimizer(DPOptimizer):
     def _refuse_raw(self, *_: Any) -> None:
         if not self._stepping:
             raise DatalensError(
-                "a step of the optimizer that make_private was given, whose gradients have no noise: call step() of "
-                "the one it returned"
+                "a step of the optimizer that was given to make_private, whose gradients have no noise: call step() "
+                "of the optimizer that it returned"
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise DatalensError(
-            "a private optimizer is not copied: both would spend one budget; for a checkpoint take its state_dict()"
+            "a private optimizer cannot be copied, since both would spend one budget: for a checkpoint save its "
+            "state_dict()"
         )
 
 
@@ -355,5 +409,5 @@ def _open_ledger(path: Path | None, budget: Budget) -> Ledger:
     ledger = Ledger.open(path)
     if ledger.budget != budget:
         ledger.close()
-        raise DatalensError(f"{path} was begun with another budget: name another file")
+        raise DatalensError(f"{path} was begun with another budget: choose another file")
     return ledger

@@ -1,8 +1,8 @@
-"""A model's parameters and buffers, remembered bit for bit, so that what a layer writes there by itself is noticed.
+"""A bit-for-bit copy of a model's parameters and buffers, which detects what a layer writes there by itself.
 
-Noise is added to gradients, and to nothing else: a moving average, a codebook or a frozen parameter that a layer fills
-with what it sees of records would leave with the weights as it is. `(id, _version)` of a tensor does not show a write
-through `.data`, so values are compared.
+Noise is added only to gradients. A moving average, a codebook or a frozen parameter that a layer computes from records
+would be released with the weights, without noise. `(id, _version)` of a tensor does not reveal a write through `.data`,
+so values are compared.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,14 +19,18 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StateWatch:
-    """Copies of all parameters and buffers of a model, frozen and non-persistent ones too."""
+    """Copies of all parameters and buffers of a model, frozen and non-persistent ones too.
+
+    Raises:
+        DatalensError: the model has state that cannot be compared.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         for name, layer in model.named_modules():
             if type(layer).get_extra_state is not nn.Module.get_extra_state:
                 raise DatalensError(
-                    f"layer {name or 'model'} ({type(layer).__name__}) puts more into state_dict() than tensors "
-                    "(get_extra_state), which no noise is added to: keep it outside the model"
+                    f"layer {name or 'model'} ({type(layer).__name__}) puts more than tensors into state_dict() "
+                    "(get_extra_state), to which no noise is added: keep it outside the model"
                 )
             _check_saving(name, layer)
         self._model = model
@@ -34,7 +38,9 @@ class StateWatch:
         for name, tensor in self._now().items():
             lazy = isinstance(tensor, UninitializedParameter | UninitializedBuffer)
             if lazy or tensor.layout is not torch.strided or tensor.is_quantized:
-                raise DatalensError(f"{name} cannot be watched, as it is no plain tensor: make it one, or keep it out")
+                raise DatalensError(
+                    f"{name} cannot be watched, as it is not a plain tensor: make it one, or keep it outside the model"
+                )
             self._kept[name] = _bits(tensor).clone()
 
     def _now(self) -> dict[str, Tensor]:
@@ -43,16 +49,17 @@ class StateWatch:
         return {f"parameter {name}": p for name, p in parameters} | {f"buffer {name}": b for name, b in buffers}
 
     def remember(self, tensors: Iterable[Tensor]) -> None:
-        """These have changed as they should: by a private step, or by load_state_dict."""
+        """Update the copies of tensors that were changed legitimately: by a private step, or by load_state_dict."""
         wanted = {id(tensor) for tensor in tensors}
         for name, tensor in self._now().items():
             if id(tensor) in wanted:
                 self._kept[name] = _bits(tensor).clone()
 
     def changed(self, within: str | None = None) -> str | None:
-        """The first that is not bit for bit what is remembered, by kind and name; also if it came or went.
+        """Return kind and name of the first tensor that differs from its copy, was added or was removed; else None.
 
-        `within`: of the layer of this name alone, without those in it.
+        Args:
+            within: Name of a layer, to look at its own tensors only and not at those of its sublayers.
         """
         now = self._now()
         for name in (*self._kept, *now):
@@ -68,13 +75,18 @@ class StateWatch:
         return None
 
     def restore(self) -> None:
-        """Write back what is remembered, where it is still of the same shape and type."""
+        """Write the copies back to tensors that still have the same shape and type."""
         for name, tensor in self._now().items():
             kept = self._kept.get(name)
             if kept is not None and (kept.shape, kept.dtype) == (_bits(tensor).shape, _bits(tensor).dtype):
                 _bits(tensor).copy_(kept)
 
     def check(self, within: str | None = None) -> None:
+        """Raise if a tensor has changed, or if state_dict() has been given code of its own.
+
+        Args:
+            within: Name of a layer, to look at its own tensors only.
+        """
         for place, layer in self._model.named_modules():
             if within in (None, place):
                 _check_saving(place, layer)
@@ -83,16 +95,20 @@ class StateWatch:
             self.refuse(name)
 
     def refuse(self, name: str) -> NoReturn:
+        """Raise the error for a tensor that has changed."""
         raise DatalensError(
-            f"{name} of the model has changed, and not by a private step: no noise is added to what a layer keeps of "
-            "records for itself; replace the layer, or put it into eval() mode (to set weights yourself, use "
+            f"{name} of the model has changed other than by a private step, and no noise is added to what a layer "
+            "stores about records: replace the layer, or put it into eval() mode (to set weights yourself, use "
             "load_state_dict of the whole model between two steps)"
         )
 
     def attach(self, busy: Callable[[], bool]) -> None:
-        """Check whenever state_dict(), or a copy, is asked for, of a part too; remember what load_state_dict() sets.
+        """Check the model, or a part of it, before every state_dict() and copy, and follow load_state_dict().
 
-        Not while a step is made. Copies of the model are left alone.
+        Copies of the model are not checked.
+
+        Args:
+            busy: Whether a step is in progress, during which load_state_dict() is refused.
         """
         model = self._model
         persistent = set(model.state_dict())
@@ -114,7 +130,7 @@ class StateWatch:
 
 
 class _Leaving:
-    """A hook of a layer's state_dict(), also asked when the layer is copied or pickled. Its copies look at nothing."""
+    """A hook that checks a layer before state_dict(), and when it is copied or pickled. Its own copies do nothing."""
 
     def __init__(self, watch: StateWatch, within: str | None, layer: nn.Module) -> None:
         self._watch, self._within, self._layer = watch, within, layer
@@ -129,14 +145,14 @@ class _Leaving:
 
 
 def _check_saving(name: str, layer: nn.Module) -> None:
-    """Raise if code that is not torch's or Opacus's has a say in what state_dict() holds: it may put anything there."""
-    own = (*layer._state_dict_hooks.values(), *layer._state_dict_pre_hooks.values())
-    for code in (layer.state_dict, layer._save_to_state_dict, *own):
+    """Raise if code other than torch's or Opacus's contributes to state_dict(): it could add anything to it."""
+    hooks = (*layer._state_dict_hooks.values(), *layer._state_dict_pre_hooks.values())
+    for code in (layer.state_dict, layer._save_to_state_dict, *hooks):
         if str(getattr(code, "__module__", "")).split(".")[0] not in _TRUSTED:
             raise DatalensError(
                 f"layer {name or 'model'} ({type(layer).__name__}) has code of its own that makes or changes its "
-                "state_dict(), where what it keeps of records could leave without noise: take it out, or change names "
-                "in the dictionary that you get"
+                "state_dict(), by which what it stores about records could leave without noise: remove that code, or "
+                "rename keys in the dictionary that state_dict() returns"
             )
 
 
@@ -149,7 +165,7 @@ def _look_at_nothing(*_: Any) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers: NaN equals itself, and −0 is not 0."""
+    """Return a view of the same memory as integers, so that NaN equals itself and −0 differs from 0."""
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())

@@ -1,8 +1,8 @@
-"""What a list of events costs: by the exact Gaussian curve, Rényi (RDP), privacy loss (PLD, PRV) and moments.
+"""The price of a list of events: by the exact Gaussian curve, RDP, privacy loss distributions (PLD, PRV) or moments.
 
-TopAgg is an adaptive composition of plain Gaussian mechanisms, with no subsampling, so the whole of
-it is exactly mu-GDP with mu² = Σ (sensitivity/sigma)², and every price is a function of mu². Discrete Gaussian
-noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: the exact curve does not price it.
+TopAgg is an adaptive composition of plain Gaussian mechanisms, without subsampling. So a whole run is exactly mu-GDP
+with mu² = Σ (sensitivity/sigma)², and every price is a function of mu². Discrete Gaussian noise needs one more
+argument (see `DiscreteGaussianEvent`). Subsampled events cannot be priced by the exact curve.
 
 | event | exact | rdp, rdp-improved, moments | pld | prv |
 |---|---|---|---|---|
@@ -13,9 +13,10 @@ noise adds one detail (see `DiscreteGaussianEvent`), subsampling another: the ex
 | one-of-many-gaussian | refused | `one_of_many_rdp`, whole orders | `one_of_many_delta`, dot by dot | refused |
 | discrete-laplace | randomised responses of one scale, alone | the same, with others | as exact | refused |
 
-What a ledger has of several kinds is composed. Of independent noise the privacy losses add up, whatever a later release
-took from earlier ones (adaptive composition): RDP adds curves, `pld` and `prv` convolve tables, and Gaussian events,
-which are one Gaussian of mu² = Σ mu², are one more table. `exact` has no curve for a mix and refuses it.
+Events of several kinds in one ledger are composed. With independent noise the privacy losses add up, whatever a later
+release took from earlier ones (adaptive composition): RDP adds curves, and `pld` and `prv` convolve tables. All
+Gaussian events together are one Gaussian of mu² = Σ mu², so they are one more table. `exact` has no curve for a mix and
+refuses it.
 
 | together in a ledger | exact | rdp, rdp-improved, moments | pld | prv |
 |---|---|---|---|---|
@@ -24,11 +25,12 @@ which are one Gaussian of mu² = Σ mu², are one more table. `exact` has no cur
 | discrete-gaussian, σ < 10, with any other | refused | curves added | refused | refused |
 | discrete-laplace with any other | refused | curves added | refused | refused |
 
-The steps of a mix, with all their rates and widths, are fixed beforehand: stopping at the budget is a proven filter for
-Gaussian noise alone, and for zCDP alone. docs/privacy.md has the argument.
+The steps of a mix, with all their rates and sigmas, must be fixed beforehand: stopping at the budget is a proven filter
+only for Gaussian noise alone, and for zCDP alone. docs/privacy.md has the argument.
 
-A subsampled event of rate 1 is a Gaussian event. `moments` is Abadi et al. 2016: RDP at the orders 2 … 33 only.
-`prv` is Opacus's, in whose tables a record is taken away; `pld`, which looks at both directions, is the check on it.
+A subsampled event of rate 1 is a Gaussian event. `moments` is Abadi et al. 2016: RDP at the orders 2 … 33 only. `prv`
+is Opacus's accountant, whose tables are for a record that is removed; `pld` covers both directions and is the check on
+it.
 """
 
 import math
@@ -68,7 +70,7 @@ from datalens.privacy.responses import pld_responses, response_epsilon, response
 
 AccountantName = Literal["exact", "rdp", "rdp-improved", "pld", "prv", "moments"]
 ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
-SAMPLED_ONLY: tuple[AccountantName, ...] = ("prv", "moments")  # what is not sampled has better accountants
+SAMPLED_ONLY: tuple[AccountantName, ...] = ("prv", "moments")  # other events have better accountants
 _Rdp = Callable[[float, float, float], float]  # (mu, rate, order)
 _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
     "exact": exact_epsilon,
@@ -82,30 +84,43 @@ _CURVES: dict[AccountantName, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Accountant:
-    """Prices the events it understands, and refuses every other event.
+    """Computes the price of events, and refuses events that it does not understand.
 
-    Since mu² only adds up, "stop before Σ mu² passes the budget's mu²" is a valid privacy filter:
-    sigma, k and the batch size may be chosen as the run goes (Rogers et al. 2016; for Gaussian
-    mechanisms Koskela et al. 2022). The same holds for ρ of zCDP. A filter may not change its rule on the way,
-    so `exact` takes coarse discrete noise (σ < 10) by itself or not at all. The rates of subsampled events must be
-    fixed beforehand.
+    Since mu² only adds up, "stop before Σ mu² passes the budget's mu²" is a valid privacy filter: sigma, k and the
+    batch size may be chosen adaptively during the run (Rogers et al. 2016; for Gaussian mechanisms Koskela et al.
+    2022). The same holds for ρ of zCDP. A filter may not change its rule during a run, so `exact` prices coarse
+    discrete noise (σ < 10) only by itself. The rates of subsampled events must be fixed beforehand.
     """
 
     name: AccountantName
 
     def mu_squared(self, events: Iterable[Event]) -> float:
-        """Σ mu² of Gaussian events, discrete ones as the Gaussian they are post-processing of."""
-        return total([event.mu * event.mu for event in map(self._gaussian, events)])  # inf where it overflows
+        """Return Σ mu² of Gaussian events. A discrete one counts as the Gaussian that it is post-processing of.
+
+        Raises:
+            UnpriceableEvent: an event is not Gaussian.
+        """
+        return total([event.mu * event.mu for event in map(self._gaussian, events)])  # overflows to inf
 
     def epsilon(self, events: Iterable[Event], delta: float) -> float:
+        """Return the ε of all events together at this δ. `price` has the details."""
         return self.price([(event, 1) for event in events], delta)
 
     def epsilon_at(self, mu_squared: float, delta: float) -> float:
-        """ε of Gaussian mechanisms that add up to mu²."""
+        """Return the ε of Gaussian mechanisms whose mu² add up to `mu_squared`."""
         return _CURVES[self.name](mu_squared, delta)
 
     def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
-        """ε of (event, how many times)."""
+        """Return the ε of all events together.
+
+        Args:
+            counted: (event, multiplicity).
+            delta: δ at which ε is computed.
+
+        Raises:
+            UnpriceableEvent: this accountant does not price one of the events, or not in this mix.
+            DatalensError: a library that it needs is not installed.
+        """
         counted = [_spread_out(event, count) for event, count in counted]
         if self.name in ("exact", "pld") and any(isinstance(event, LaplaceEvent) for event, _ in counted):
             return self._responses(counted, delta)
@@ -120,26 +135,30 @@ class Accountant:
                 return self._rdp(counted, delta)
 
     def tolerance(self, events: Iterable[Event], delta: float) -> float:
-        """Return how far apart two versions of the libraries may price the same events.
+        """Return the largest difference between the prices of the same events by two versions of the libraries.
 
-        | accountant | because |
+        | accountant | reason |
         |---|---|
-        | prv, where events are sampled | each answer is an upper end, at most twice the error asked for above ε |
+        | prv, where events are sampled | an answer is an upper end, at most twice the requested error above ε |
         | pld | within 5e-4·ε + 1e-5 of the exact curve, on random ledgers (docs/privacy.md) |
         | all others | closed forms in float64: 1e-9·ε |
+
+        Args:
+            events: The events.
+            delta: δ at which ε is computed.
         """
         return self.tolerance_of([(event, 1) for event in events], delta)
 
     def tolerance_of(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
-        """Return `tolerance` of (event, how many times)."""
+        """Return the `tolerance` for (event, multiplicity)."""
         epsilon, counted = self.price(counted, delta), [_spread_out(event, count) for event, count in counted]
         if math.isinf(epsilon):
-            return 0.0  # no guarantee is none by every version
+            return 0.0  # infinity is the same in every version
         if self.name == "pld":
             return 5e-4 * epsilon + 1e-5
         steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))
         if self.name == "prv" and steps:
-            steps += any(isinstance(event, GaussianEvent) and event.mu > 0 for event, _ in counted)  # they are one
+            steps += any(isinstance(event, GaussianEvent) and event.mu > 0 for event, _ in counted)  # merged into one
             return 2 * tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
         return 1e-9 * epsilon + 1e-12
 
@@ -155,11 +174,11 @@ class Accountant:
             return zcdp_epsilon(total([event.rho * count for event, count in events]), delta)
         slack = total([event.slack * count for event, count in events])
         mu_squared = total([event.mu * event.mu * count for event, count in events])
-        # Pointwise within e^±slack of the Gaussian's post-processing: (ε, δ) becomes (ε + 2·slack, e^slack·δ).
+        # The density is within e^±slack of the Gaussian's post-processing: (ε, δ) becomes (ε + 2·slack, e^slack·δ).
         return self.epsilon_at(mu_squared, delta * math.exp(-slack)) + 2 * slack
 
     def _responses(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
-        """Ballots with Laplace noise of one scale, on a fixed schedule: all of it is so many randomised responses."""
+        """Price counts of ballots with Laplace noise of one scale, on a fixed schedule, as randomised responses."""
         laplace = [(event, count) for event, count in counted if isinstance(event, LaplaceEvent)]
         losses = {event.loss for event, _ in laplace if event.moved}
         if len(laplace) != len(counted) or len(losses) > 1:
@@ -193,9 +212,9 @@ class Accountant:
         return convert(curve, orders, delta)
 
     def _prv(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
-        """Sampled steps, and the one Gaussian that all Gaussian events are post-processing of.
+        """Price sampled steps together with the one Gaussian that all Gaussian events are post-processing of.
 
-        Opacus takes that one as a step at rate 1: its loss, N(mu²/2, mu²), is the same in both directions.
+        Opacus takes that Gaussian as a step at rate 1: its loss, N(mu²/2, mu²), is the same in both directions.
         """
         known = [(self._known(event), count) for event, count in counted]
         sampled: Counter[tuple[float, float]] = Counter()
@@ -218,7 +237,7 @@ class Accountant:
             parts = (*parts, (max(mu, tables.PRV_QUIETEST), 1.0, 1))
         if not parts:
             return 0.0
-        rough = Accountant(name="rdp-improved")._rdp(counted, delta)  # already spread out
+        rough = Accountant(name="rdp-improved")._rdp(counted, delta)  # `_spread_out` was applied in `price`
         return tables.prv_composed(parts, delta * math.exp(-slack), rough) + 2 * slack
 
     def _pld(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
@@ -238,7 +257,7 @@ class Accountant:
                     f"the pld accountant does not price discrete noise below sigma {LEAST_SMOOTH:g}: "
                     "use --accountant rdp-improved"
                 )
-            assert isinstance(known, GaussianEvent)  # Laplace went elsewhere
+            assert isinstance(known, GaussianEvent)  # `price` sends Laplace events elsewhere
             slack += known.slack * count
             parts[known.mu, 1.0] += count
         listed = tuple(sorted((mu, rate, count) for (mu, rate), count in parts.items()))
@@ -263,10 +282,10 @@ class Accountant:
         return known
 
     def mu_budget(self, epsilon: float, delta: float) -> float:
-        """The largest mu that costs at most ε."""
+        """Return the largest mu of Gaussian releases that costs at most ε at this δ."""
         if math.isinf(epsilon):
             return math.inf
-        if self.name == "pld":  # a look at it is slow, and it is never more than a little above the exact curve
+        if self.name == "pld":  # slow to evaluate, and never more than a little above the exact curve
             mu, less = Accountant(name="exact").mu_budget(epsilon, delta), 1e-7
             while self.epsilon_at(mu * mu, delta) > epsilon:
                 mu, less = mu * max(1 - less, 0.5), 2 * less
@@ -275,7 +294,12 @@ class Accountant:
 
 
 def side_by_side(counted: Sequence[tuple[Event, int]], delta: float) -> dict[AccountantName, float | str]:
-    """Every accountant's ε of the same (event, how many times), or why it has none."""
+    """Return the ε of the same events by every accountant, or its error message where it does not price them.
+
+    Args:
+        counted: (event, multiplicity).
+        delta: δ at which ε is computed.
+    """
     found: dict[AccountantName, float | str] = {}
     sampled = any(isinstance(event, SubsampledGaussianEvent) for event, _ in counted)
     for name in ACCOUNTANTS if sampled else (name for name in ACCOUNTANTS if name not in SAMPLED_ONLY):
@@ -291,7 +315,7 @@ def _laplace_rdp(loss: float, rate: float, order: float) -> float:
 
 
 def _spread_out(event: Event, count: int) -> tuple[Event, int]:
-    """A block as its repeats; and sampling that leaves nobody out as no sampling."""
+    """Count the repeats of a block one by one, and turn sampling at rate 1 into a plain Gaussian event."""
     if not isinstance(event, SubsampledGaussianEvent):
         return event, count
     if event.rate < 1:

@@ -1,11 +1,11 @@
-"""Does the gate keep what the ledger claims? Attacks on the mechanism, and what their success proves.
+"""Audits of the gate: attacks on a mechanism, and lower bounds on ε from their success.
 
-A claim of ε can be proved wrong by an attack and never proved right: a bound under the claim says that this
-attack found nothing. So every audit also runs on mechanisms that are broken on purpose, and must catch them.
+An attack can prove a claimed ε wrong, but never right: a bound below the claim means only that this attack found
+nothing. So every audit also runs on mechanisms that are broken on purpose, and must catch them.
 
-Levels. `REPORT_LEVEL`: the bound that is shown holds with 95 % confidence. `VERDICT_LEVEL`: a claim is called broken,
-and a control caught, only by a bound that holds with 99.99 %: an honest mechanism whose worst case is attacked
-perfectly raises a false alarm in at most one audit of 10,000.
+There are two levels. `REPORT_LEVEL`: the bound that is shown holds with 95 % confidence. `VERDICT_LEVEL`: a claim is
+called broken, and a control caught, only by a bound that holds with 99.99 % confidence, so that an honest mechanism
+whose worst case is attacked perfectly raises a false alarm in at most one audit of 10,000.
 """
 
 import math
@@ -38,7 +38,7 @@ STATISTIC = "⟨release, flip direction⟩"
 
 @dataclass(frozen=True, kw_only=True)
 class Peeking:
-    """The first image's sum leaves without noise, at the price of noise."""
+    """Broken twin: releases the first image's sum without noise, and charges as if it had noise."""
 
     mechanism: Mechanism
 
@@ -51,7 +51,7 @@ class Peeking:
 
 @dataclass(frozen=True, kw_only=True)
 class Weakened:
-    """One mechanism releases, another is charged for."""
+    """Broken twin: releases by one mechanism, and charges for another."""
 
     charged: Mechanism
     released: Mechanism
@@ -67,18 +67,18 @@ class Weakened:
 
 
 def rate_upper(count: int, trials: int, level: float) -> float:
-    """Clopper-Pearson: a rate that is at least the true one with probability 1 − level."""
+    """Return a Clopper-Pearson upper bound: it is at least the true rate with probability 1 − level."""
     return 1.0 if count == trials else float(beta.ppf(1 - level, count + 1, trials - count))
 
 
 def rate_lower(count: int, trials: int, level: float) -> float:
-    """Clopper-Pearson: a rate that is at most the true one with probability 1 − level."""
+    """Return a Clopper-Pearson lower bound: it is at most the true rate with probability 1 − level."""
     return 0.0 if count == 0 else float(beta.ppf(level, count, trials - count + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How often a test, fixed beforehand, took one world for the other."""
+    """The errors of a test, fixed beforehand, that tells the worlds with and without a record apart."""
 
     false_alarms: int
     without: int  # trials in the world without the record
@@ -86,32 +86,44 @@ class Errors:
     with_it: int  # trials in the world with it
 
     def mu(self, level: float) -> float:
-        """No test on a μ-GDP release errs less than Φ(Φ⁻¹(1 − FPR) − μ), so μ ≥ −Φ⁻¹(FPR) − Φ⁻¹(FNR) (Dong et al.).
+        """Return a lower bound on μ that holds with probability 1 − level.
 
-        Both rates at their upper ends, half of the level each: the bound holds with probability 1 − level.
+        The false negative rate of any test on a μ-GDP release is at least Φ(Φ⁻¹(1 − FPR) − μ), so
+        μ ≥ −Φ⁻¹(FPR) − Φ⁻¹(FNR) (Dong et al.). Both rates are taken at their upper confidence bounds, each at half the
+        level.
         """
         false_alarm = rate_upper(self.false_alarms, self.without, level / 2)
         miss = rate_upper(self.misses, self.with_it, level / 2)
         return max(0.0, float(-norm.ppf(false_alarm) - norm.ppf(miss)))
 
     def pooled_mu(self, level: float) -> float:
-        """The same from all errors together, where both worlds were tried as often: FPR + FNR ≥ 2Φ(−μ/2) for any test.
+        """Return a lower bound on μ from all errors together, if both worlds had the same number of trials.
 
-        One rate over all trials has a narrower interval than two. That the worlds' rates may differ makes the count
-        of errors only steadier than a binomial one (Hoeffding 1956), so the level holds.
+        For any test FPR + FNR ≥ 2Φ(−μ/2), and one rate over all trials has a narrower interval than two. If the rates
+        of the two worlds differ, the count of errors varies less than a binomial one (Hoeffding 1956), so the level
+        holds.
+
+        Raises:
+            ValueError: the worlds had different numbers of trials.
         """
         if self.without != self.with_it:
-            raise ValueError(f"{self.without} and {self.with_it} trials cannot be pooled: try both worlds as often")
+            raise ValueError(f"{self.without} and {self.with_it} trials cannot be pooled: use equal numbers")
         rate = rate_upper(self.false_alarms + self.misses, self.without + self.with_it, level)
         return max(0.0, float(-2 * norm.ppf(rate)))
 
     def epsilon(self, delta: float, level: float) -> float:
-        """The ε that a Gaussian mechanism with at least this μ has at δ."""
+        """Return a lower bound on ε at δ: that of a Gaussian mechanism with the lower bound on μ."""
         return exact_epsilon(self.mu(level) ** 2, delta)
 
 
 def count_errors(without: np.ndarray, with_it: np.ndarray, *, threshold: float) -> Errors:
-    """Says "with" above the threshold."""
+    """Count the errors of the test that answers "with the record" where the statistic is above the threshold.
+
+    Args:
+        without: Statistics from the world without the record.
+        with_it: Statistics from the world with it.
+        threshold: Must be fixed before the releases are looked at.
+    """
     return Errors(
         false_alarms=int((without > threshold).sum()),
         without=len(without),
@@ -121,11 +133,18 @@ def count_errors(without: np.ndarray, with_it: np.ndarray, *, threshold: float) 
 
 
 def one_run_p_value(*, canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """How likely so many right guesses are, at most, if one run over all canaries is (ε, δ)-DP.
+    """Return an upper bound on the probability of this many right guesses, if one run over all canaries is (ε, δ)-DP.
 
-    Each canary was in or out by a fair coin. At δ = 0 the guesses are beaten by randomised response: right
-    with probability e^ε/(1 + e^ε) each. A δ costs at most 2mδ·max over i of P[v − i ≤ Binomial < v]/i more
-    (Steinke, Nasr, Jagielski 2023, Theorem 5.2).
+    Each canary was included or not by a fair coin. At δ = 0 the best guesses are those about randomised response, each
+    right with probability e^ε/(1 + e^ε). A δ adds at most 2mδ·max over i of P[v − i ≤ Binomial < v]/i (Steinke, Nasr,
+    Jagielski 2023, Theorem 5.2).
+
+    Args:
+        canaries: Number of canaries, m.
+        guesses: Canaries that a guess was made about.
+        right: Right guesses, v.
+        epsilon: Of the claim that is tested.
+        delta: Of the claim that is tested.
     """
     chance = 1 / (1 + math.exp(-epsilon))
     by_luck = float(binom.sf(right - 1, guesses, chance))
@@ -135,9 +154,20 @@ def one_run_p_value(*, canaries: int, guesses: int, right: int, epsilon: float, 
 
 
 def one_run_epsilon(*, canaries: int, guesses: int, right: int, delta: float, level: float) -> float:
-    """The largest ε that so many right guesses rule out at this level; 0 if they rule out none."""
+    """Return the largest ε that this many right guesses rule out at this level; 0 if they rule out none.
+
+    Args:
+        canaries: Number of canaries.
+        guesses: Canaries that a guess was made about.
+        right: Right guesses.
+        delta: δ of the claim.
+        level: Probability of ruling out a true claim.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
     if not 0 <= right <= guesses <= canaries:
-        raise ValueError(f"{right} right of {guesses} guesses about {canaries} canaries cannot be")
+        raise ValueError(f"{right} right of {guesses} guesses about {canaries} canaries is impossible")
 
     def ruled_out(epsilon: float) -> bool:
         return one_run_p_value(canaries=canaries, guesses=guesses, right=right, epsilon=epsilon, delta=delta) <= level
@@ -158,9 +188,9 @@ def one_run_epsilon(*, canaries: int, guesses: int, right: int, delta: float, le
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """Two sets of votes that differ in one teacher, all of whose signs are flipped: 2√(km), as far as rows can be.
+    """Two sets of votes that differ in all signs of one teacher: 2√(km), the largest distance between two rows.
 
-    `believed`: how far apart the sum claims its rows to be, in bounds: 2 is the truth.
+    `believed` is the diameter that the sum states, in units of the bound. The true value is 2.
     """
 
     k: int
@@ -169,7 +199,7 @@ class Neighbours:
     believed: float = 2.0
 
     def votes(self, *, flipped: bool, trials: int = 1) -> BoundedSum:
-        """`trials` copies of the votes, one after the other: one release of all of them is as many releases of one."""
+        """Return the sum of `trials` concatenated copies of the votes: one release of it equals `trials` releases."""
         rows = torch.stack([-self.direction if flipped else self.direction, *self._others()])
         bound = math.sqrt(self.k * self.images * trials)
         return sum_bounded(
@@ -186,12 +216,12 @@ class Neighbours:
 
     @property
     def direction(self) -> Tensor:
-        """[images, k] int8: the votes of the teacher in question."""
+        """The votes of the teacher whose signs are flipped: [images, k] int8."""
         return _pattern(self.images, self.k, 0)
 
     @property
     def threshold(self) -> float:
-        """Half way between the two worlds: the attacker knows what all the others vote. No release was looked at."""
+        """The midpoint between the two worlds. The attacker knows all other votes; no release is needed."""
         return float(sum((other.to(torch.int64) * self.direction).sum() for other in self._others()))
 
     def _others(self) -> list[Tensor]:
@@ -205,7 +235,7 @@ def _pattern(images: int, k: int, teacher: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is done and what is charged for it. In a control the two differ, in one way."""
+    """What is released, and what is charged for it. In a control the two differ in exactly one way."""
 
     name: str
     mechanism: Mechanism
@@ -215,14 +245,14 @@ class Subject:
     releases: int = 1
 
     def claimed(self, delta: float, relation: Relation, accountant: AccountantName) -> float:
-        """What a ledger says that all releases of one trial cost."""
+        """Return the ε that a ledger states for all releases of one trial."""
         ledger = Ledger.in_memory(_unlimited(delta, relation, accountant))
         for step in range(self.releases):
             self.charged.release(self.charged_votes.votes(flipped=False), ledger, step=step)
         return ledger.spent()
 
     def statistics(self, *, flipped: bool, trials: int, relation: Relation) -> np.ndarray:
-        """[trials]: ⟨release, flip direction⟩, added up over the releases of a trial."""
+        """Return ⟨release, flip direction⟩, summed over the releases of each trial: [trials]."""
         votes = self.votes.votes(flipped=flipped, trials=trials)
         direction = self.votes.direction.flatten().numpy().astype(np.float64)
         total = np.zeros(trials)
@@ -239,7 +269,11 @@ def _unlimited(delta: float, relation: Relation, accountant: AccountantName) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One audit of a mechanism: what it is calibrated to, and how it is asked."""
+    """The settings of one audit: the claim that the mechanism is calibrated to, and the trials.
+
+    Raises:
+        DatalensError: a value is out of range.
+    """
 
     epsilon: float
     delta: float
@@ -262,6 +296,7 @@ class Plan:
             raise DatalensError(f"epsilon must be above 0, not {self.epsilon:g}")
 
     def sigma(self, sensitivity: float) -> float:
+        """Return the noise with which the releases of one trial cost the plan's ε, at this sensitivity."""
         return calibrate_sigma(
             sensitivity=sensitivity,
             steps=self.releases,
@@ -273,11 +308,16 @@ class Plan:
         )
 
 
-MakeMechanism = Callable[[float], Mechanism]  # from σ
+MakeMechanism = Callable[[float], Mechanism]  # σ → mechanism
 
 
 def honest(plan: Plan, make: MakeMechanism) -> Subject:
-    """The mechanism as it is: charged for what it does."""
+    """Return the unmodified mechanism, charged for what it releases.
+
+    Args:
+        plan: Settings of the audit.
+        make: Makes the mechanism from σ.
+    """
     votes = Neighbours(k=plan.k, images=plan.images)
     mechanism = make(plan.sigma(2 * math.sqrt(plan.k * plan.images)))
     return Subject(
@@ -291,7 +331,12 @@ def honest(plan: Plan, make: MakeMechanism) -> Subject:
 
 
 def controls(plan: Plan, make: MakeMechanism) -> list[Subject]:
-    """Three ways in which published code was wrong. Each is the real mechanism, calibrated or charged wrongly."""
+    """Return three controls, errors found in published code: the real mechanism, wrongly calibrated or charged.
+
+    Args:
+        plan: Settings of the audit.
+        make: Makes the mechanism from σ.
+    """
     votes, one_image = Neighbours(k=plan.k, images=plan.images), Neighbours(k=plan.k, images=1)
     short = Neighbours(k=plan.k, images=plan.images, believed=1.0)
     sigma = plan.sigma(2 * math.sqrt(plan.k * plan.images))
@@ -316,7 +361,7 @@ def controls(plan: Plan, make: MakeMechanism) -> list[Subject]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What an audit says about one claim. Both bounds are lower bounds on ε at the claim's δ."""
+    """The result of an audit of one claim. Both bounds are lower bounds on ε at the claim's δ."""
 
     name: str
     claimed: float
@@ -326,7 +371,7 @@ class Finding:
 
     @property
     def broken(self) -> bool:
-        """The claim is wrong: more leaks than it says. For a control: it was caught."""
+        """Whether the claim is refuted: more leaks than claimed. For a control: whether it was caught."""
         return self.verdict_bound > self.claimed
 
     def as_dict(self) -> dict[str, Any]:
@@ -334,6 +379,7 @@ class Finding:
 
 
 def finding(name: str, errors: Errors, *, claimed: float, delta: float) -> Finding:
+    """Return the finding that these errors give about a claimed ε at δ."""
     return Finding(
         name=name,
         claimed=claimed,
@@ -347,7 +393,13 @@ PART = 250  # trials between two ticks of a progress bar
 
 
 def audit(subject: Subject, plan: Plan, tick: Callable[[int], object] = lambda done: None) -> Finding:
-    """Release in both worlds, tell them apart by a threshold fixed beforehand, and bound ε by the errors made."""
+    """Release in both worlds, tell them apart by a threshold fixed beforehand, and bound ε by the errors.
+
+    Args:
+        subject: What is audited.
+        plan: Settings of the audit.
+        tick: Called with the number of trials that were just made.
+    """
     found: dict[bool, np.ndarray] = {}
     for flipped in (False, True):
         parts = []

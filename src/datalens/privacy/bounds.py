@@ -1,8 +1,8 @@
-"""Theorems 3, 4 and 5 of DataLens: what a TopAgg query costs whatever the votes, and what it might cost given them.
+"""Theorems 3, 4 and 5 of DataLens: data-independent and data-dependent bounds on the cost of a TopAgg query.
 
-The second kind is analysis only. It is computed from the votes before the noise, so its value depends on the data and
-is not differentially private itself: it never stops a run, is charged nowhere and enters no certificate (a test walks
-the imports). `docs/privacy.md`, "Data-dependent analysis", has the proofs.
+The data-dependent bounds are analysis only. They are computed from the votes before the noise, so their values depend
+on the data and are not differentially private themselves: they never stop a run, are charged nowhere and enter no
+certificate (a test follows the imports). See docs/theorem3.md, and items 5 and 16 of docs/decisions.md.
 """
 
 import math
@@ -21,18 +21,34 @@ WARNING = (
 
 ORDERS = np.array(PAPER_ORDERS)
 
-# A bound on q may be too large, never too small: what rounding could take away is added, and 0 is never claimed.
+# A bound on q may be too large, never too small: an allowance for rounding is added, and q = 0 is never claimed.
 _ROUNDING = 1e-9
 _SMALLEST_LOG_Q = -690.0
 
 
 def topagg_rdp(orders: np.ndarray, *, k: int, sigma: float, queries: int = 1) -> np.ndarray:
-    """Theorem 3: 2kλ/σ² for every synthetic image, λ·Δ²/(2σ²) with Δ = 2√k. A batch of m images costs m of them."""
+    """Return the RDP of TopAgg by Theorem 3: 2kλ/σ² per synthetic image, which is λ·Δ²/(2σ²) with Δ = 2√k.
+
+    Args:
+        orders: Rényi orders λ.
+        k: Coordinates that a teacher votes on per image.
+        sigma: Standard deviation of the noise.
+        queries: Synthetic images. A batch of m images costs m times one image.
+    """
     return queries * 2 * k * np.asarray(orders, dtype=np.float64) / sigma**2
 
 
 def rdp_to_epsilon(rdp: np.ndarray, *, delta: float, orders: np.ndarray = ORDERS) -> tuple[float, float] | None:
-    """Theorem 1: the smallest ε over the orders that have a bound, and its order; None where no order has one."""
+    """Return the smallest ε over the orders (Theorem 1), and the order at which it is reached.
+
+    Args:
+        rdp: [orders] RDP; NaN at orders that have no bound.
+        delta: δ at which ε is computed.
+        orders: [orders].
+
+    Returns:
+        (ε, order), or None if no order has a bound.
+    """
     epsilons = np.asarray(rdp) + math.log(1 / delta) / (orders - 1)
     if np.isnan(epsilons).all():
         return None
@@ -44,9 +60,9 @@ def rdp_to_epsilon(rdp: np.ndarray, *, delta: float, orders: np.ndarray = ORDERS
 
 
 def log_outcomes(votes: np.ndarray, *, threshold: float, sigma: float) -> np.ndarray:
-    """log Pr[ḡ_j = −1], log Pr[ḡ_j = 0], log Pr[ḡ_j = 1] of every coordinate: [..., d] → [..., d, 3].
+    """Return log Pr[ḡ_j = −1], log Pr[ḡ_j = 0] and log Pr[ḡ_j = 1] of every coordinate: [..., d] → [..., d, 3].
 
-    ḡ_j is 1 where f_j + N(0, σ²) ≥ βN, −1 where it is ≤ −βN, else 0; `threshold` is βN:
+    ḡ_j is 1 where f_j + N(0, σ²) ≥ βN, −1 where it is ≤ −βN, else 0; f_j are the `votes` and βN is the `threshold`:
 
     | ḡ_j | probability | the paper prints |
     |---|---|---|
@@ -54,13 +70,13 @@ def log_outcomes(votes: np.ndarray, *, threshold: float, sigma: float) -> np.nda
     | −1 | Φ((−βN − f_j)/σ) | Φ((βN − f_j)/σ) |
     | 0 | Φ((βN − f_j)/σ) − Φ((−βN − f_j)/σ) | erf((βN − f_j)/(√2·σ)), right at f_j = 0 only |
     """
-    # The middle is the same for f and −f, and for |f| both ends are seen from their thin side.
+    # The middle term is the same for f and −f, and with |f| both ends are computed as thin tails.
     size = np.abs(np.asarray(votes, dtype=np.float64))
     below, above = log_ndtr((-threshold - size) / sigma), log_ndtr((size - threshold) / sigma)
     high = log_ndtr((threshold - size) / sigma)
-    with np.errstate(divide="ignore"):  # with no room between the thresholds: log 0
+    with np.errstate(divide="ignore"):  # log 0 where there is no room between the thresholds
         within = np.log1p(-np.minimum(ndtr((-threshold - size) / sigma) + ndtr((size - threshold) / sigma), 1.0))
-        # Beyond the threshold that difference drowns in rounding; there Φ(b) − Φ(a) lies between two thin tails.
+        # Beyond the threshold that difference is lost in rounding; there Φ(b) − Φ(a) is a difference of thin tails.
         beyond = high + _log1mexp(np.minimum(below - high, 0.0))
     middle = np.where(size > threshold, beyond, within)
     negative = np.asarray(votes) < 0
@@ -69,29 +85,30 @@ def log_outcomes(votes: np.ndarray, *, threshold: float, sigma: float) -> np.nda
 
 
 def likely_outcome(votes: np.ndarray, *, threshold: float, sigma: float) -> np.ndarray:
-    """The most likely ḡ* in {−1, 0, 1}^d: coordinates are independent, so the most likely of each."""
+    """Return the most likely ḡ* in {−1, 0, 1}^d: the most likely value of each coordinate, as they are independent."""
     return (log_outcomes(votes, threshold=threshold, sigma=sigma).argmax(axis=-1) - 1).astype(np.int8)
 
 
 def log_agreement(votes: np.ndarray, outcome: np.ndarray, *, threshold: float, sigma: float) -> np.ndarray:
-    """log Pr[M = ḡ*], Theorem 5 with its factors put right. In logarithms: of 12,288 factors the product underflows."""
+    """Return log Pr[M = ḡ*] by Theorem 5, with its factors corrected. A product of 12,288 factors would underflow."""
     logs = log_outcomes(votes, threshold=threshold, sigma=sigma)
     chosen = np.take_along_axis(logs, (np.asarray(outcome, dtype=np.int64) + 1)[..., None], axis=-1)
     return chosen[..., 0].sum(axis=-1)
 
 
 def log_disagreement(log_agree: np.ndarray) -> np.ndarray:
-    """log q̃ with q̃ ≥ q = Pr[M ≠ ḡ*], from log Pr[M = ḡ*]."""
+    """Return log q̃ with q̃ ≥ q = Pr[M ≠ ḡ*], from log Pr[M = ḡ*]."""
     with np.errstate(divide="ignore"):
         log_q = _log1mexp(np.asarray(log_agree, dtype=np.float64))
     return np.minimum(np.maximum(log_q + _ROUNDING, _SMALLEST_LOG_Q), 0.0)
 
 
 def most_agreement(d: int, *, k: int, teachers: int, threshold: float, sigma: float) -> float:
-    """No votes of so many teachers, k coordinates each, have a larger log Pr[M = ḡ*]. From public facts alone.
+    """Return an upper bound on log Pr[M = ḡ*] over all possible votes of `teachers` teachers, from public facts alone.
 
     A coordinate with |f_j| = s agrees with its likeliest outcome with some log-probability φ(s), and Σ |f_j| ≤ kN. So
-    Σ φ(|f_j|) ≤ d·max over s of (φ(s) − a·s) + a·k·N for every price a ≥ 0 on a vote, and the least of these is taken.
+    Σ φ(|f_j|) ≤ d·max over s of (φ(s) − a·s) + a·k·N for every price a ≥ 0 on a vote. The smallest over a grid of
+    prices is returned.
     """
     votes = np.arange(teachers + 1.0)
     logs = log_outcomes(votes, threshold=threshold, sigma=sigma).max(axis=-1)
@@ -103,13 +120,13 @@ def most_agreement(d: int, *, k: int, teachers: int, threshold: float, sigma: fl
 
 
 def theorem4(order: np.ndarray, log_q: float, *, mu1: np.ndarray, mu2: np.ndarray, rdp_per_order: float) -> np.ndarray:
-    """The bound on D_λ(M(D) ‖ M(D′)) for every neighbour D′ of this D, or NaN where it does not apply.
+    """Return the bound on D_λ(M(D) ‖ M(D′)) for every neighbour D′ of this D, or NaN where it does not apply.
 
     M is (μ, μ·`rdp_per_order`)-RDP for every μ, so ε1 and ε2 follow from μ1 and μ2. Conditions (Papernot et al. 2018,
-    Theorem 6): 1 < λ ≤ μ1, 1 < μ2, and q̃ ≤ e^((μ2−1)ε2) / (μ1/(μ1−1)·μ2/(μ2−1))^μ2. One more is not printed, and
-    needed: q̃·e^ε2 < 1, or A is negative.
+    Theorem 6): 1 < λ ≤ μ1, 1 < μ2, and q̃ ≤ e^((μ2−1)ε2) / (μ1/(μ1−1)·μ2/(μ2−1))^μ2. One more condition is not printed
+    but needed: q̃·e^ε2 < 1, since A is negative otherwise.
 
-    NaN, not a large number and not the data-independent bound: it spoils whatever sum or minimum it gets into.
+    The result is NaN, not a large number or the data-independent bound, so that it propagates into every sum.
     """
     order, mu1, mu2 = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (order, mu1, mu2)))
     with np.errstate(all="ignore"):
@@ -123,11 +140,12 @@ def theorem4(order: np.ndarray, log_q: float, *, mu1: np.ndarray, mu2: np.ndarra
 
 
 def data_dependent_rdp(log_q: float, *, rdp_per_order: float, orders: np.ndarray = ORDERS) -> np.ndarray:
-    """Theorem 4 at its best (μ1, μ2) for each order; NaN at the orders for which none of the pairs we try satisfies it.
+    """Return Theorem 4 at its best (μ1, μ2) for each order, or NaN at orders where no pair that is tried satisfies it.
 
-    A depends on μ2 only and is least at √(log(1/q̃)/c), where c is `rdp_per_order`; B on μ1 only, and is least at one
-    more (Papernot et al. 2018, Proposition 10, for our sensitivity). The condition on q̃ couples them, so μ2 also runs
-    over a grid up to where q̃·e^ε2 = 1, and μ1 is the nearest to its best that λ and the condition leave.
+    A depends only on μ2 and is smallest at √(log(1/q̃)/c), where c is `rdp_per_order`. B depends only on μ1 and is
+    smallest at 1 + √(log(1/q̃)/c) (Papernot et al. 2018, Proposition 10, for our sensitivity). The condition on q̃
+    couples the two, so μ2 also runs over a grid up to where q̃·e^ε2 = 1, and μ1 is the value closest to its optimum
+    that λ and the condition allow.
     """
     orders = np.asarray(orders, dtype=np.float64)
     if not -math.inf < log_q < 0:
@@ -147,12 +165,19 @@ def data_dependent_rdp(log_q: float, *, rdp_per_order: float, orders: np.ndarray
 
 
 def needed_agreement(*, k: int, sigma: float) -> tuple[float, float]:
-    """log Pr[M = ḡ*] from which Theorem 4 applies at some order, and from which it is below Theorem 3 at some order."""
+    """Return the least log Pr[M = ḡ*] at which Theorem 4 applies, and the least at which it beats Theorem 3.
+
+    Each is for the most favourable order.
+
+    Args:
+        k: Coordinates that a teacher votes on per image.
+        sigma: Standard deviation of the noise.
+    """
     per_order = float(topagg_rdp(np.array(1.0), k=k, sigma=sigma))
     whatever, cheaper = np.full(ORDERS.shape, np.inf), ORDERS * per_order
 
     def first(limit: np.ndarray) -> float:
-        low, high = 1e-12, -_SMALLEST_LOG_Q  # of log(1/q̃): too little, enough
+        low, high = 1e-12, -_SMALLEST_LOG_Q  # bracket of log(1/q̃): too little, enough
         while high / low > 1 + 1e-9:
             middle = math.sqrt(low * high)
             found = data_dependent_rdp(-middle, rdp_per_order=per_order)
@@ -167,17 +192,17 @@ def needed_agreement(*, k: int, sigma: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What the votes on some synthetic images would have cost by Theorem 4. Private: see `WARNING`."""
+    """The cost of the votes on some synthetic images by Theorem 4. Private: see `WARNING`."""
 
     warning: str = field(default=WARNING, init=False)
     log_agree: np.ndarray = field(repr=False)  # [queries] log Pr[M = ḡ*]
-    dependent: np.ndarray = field(repr=False)  # [queries, orders] RDP, NaN: inapplicable
-    independent: np.ndarray = field(repr=False)  # [orders] of one query
+    dependent: np.ndarray = field(repr=False)  # [queries, orders] RDP; NaN where Theorem 4 does not apply
+    independent: np.ndarray = field(repr=False)  # [orders] RDP of one query by Theorem 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """ε of a sequence of queries with the smaller bound for each, and which one that was how often."""
+    """ε of a sequence of queries with the smaller of both bounds for each, and how often each bound was used."""
 
     warning: str = field(default=WARNING, init=False)
     epsilon: float
@@ -188,10 +213,15 @@ class Combined:
 
 
 def analyse(votes: BoundedSum, *, k: int, threshold: float, sigma: float) -> Analysis:
-    """Theorems 4 and 5 for each image of a batch of votes, before any noise. The votes themselves do not leave.
+    """Apply Theorems 4 and 5 to each image of a batch of votes, before any noise. The votes are not returned.
 
-    Images are looked at one by one: given the data their noises are independent, so Rényi divergences add up. `k` is
-    what `TopKSign` lets a teacher vote on per image.
+    Images are analysed one by one: given the data their noises are independent, so Rényi divergences add up.
+
+    Args:
+        votes: The sum of the teachers' votes.
+        k: Coordinates that `TopKSign` lets a teacher vote on per image.
+        threshold: βN.
+        sigma: Standard deviation of the noise.
     """
     totals = votes.private_total.cpu().numpy()
     outcome = likely_outcome(totals, threshold=threshold, sigma=sigma)
@@ -202,13 +232,24 @@ def analyse(votes: BoundedSum, *, k: int, threshold: float, sigma: float) -> Ana
 
 
 def dependent_epsilon(dependent: np.ndarray, *, delta: float) -> float | None:
-    """ε of all the queries [queries, orders] by Theorem 4 alone; None where at every order it fails for some query."""
+    """Return ε of all queries by Theorem 4 alone, or None if at every order it fails to apply to some query.
+
+    Args:
+        dependent: [queries, orders] RDP by Theorem 4.
+        delta: δ at which ε is computed.
+    """
     found = rdp_to_epsilon(dependent.sum(axis=0), delta=delta)
     return None if found is None else found[0]
 
 
 def combined_epsilon(dependent: np.ndarray, independent: np.ndarray, *, delta: float) -> Combined:
-    """Per query the smaller of both bounds, where Theorem 4 applies; and how often it applied and was the smaller."""
+    """Return ε with the smaller of both bounds for each query, and how often each bound was used.
+
+    Args:
+        dependent: [queries, orders] RDP by Theorem 4, NaN where it does not apply.
+        independent: [orders] RDP of one query by Theorem 3.
+        delta: δ at which ε is computed.
+    """
     applies = ~np.isnan(dependent)
     smaller = applies & (np.where(applies, dependent, np.inf) < independent)
     found = rdp_to_epsilon(np.where(smaller, dependent, independent).sum(axis=0), delta=delta)
@@ -225,7 +266,7 @@ def combined_epsilon(dependent: np.ndarray, independent: np.ndarray, *, delta: f
 
 
 def _log1mexp(x: np.ndarray | float) -> np.ndarray:
-    """log(1 − e^x) for x <= 0, without cancellation at either end."""
+    """Return log(1 − e^x) for x <= 0, without cancellation at either end."""
     x = np.asarray(x, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x > -math.log(2), np.log(-np.expm1(x)), np.log1p(-np.exp(x)))

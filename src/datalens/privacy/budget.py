@@ -1,13 +1,13 @@
-"""A data set's own budget: what all runs on the same records may spend together.
+"""The budget of a data set: what all runs on the same records may spend together.
 
-One file outside every run folder, private like the data. A run reserves here, before it charges anything, the most that
-its own ledger can ever let it charge. Reservations are events, and all of them are priced together, at the one total δ:
-never a sum of ε's. What is reserved stays reserved, whatever becomes of the run.
+It is one file outside every run folder, and as private as the data. Before a run charges anything, it reserves here the
+most that its own ledger can ever let it charge. Reservations are events, and all of them are priced together at the one
+total δ: ε's are never summed. What is reserved stays reserved, whatever happens to the run.
 
 | reserved so far | priced by |
 |---|---|
 | Gaussian events only | the exact accountant: Σ mu² is a filter, so earlier results may decide what is run next |
-| any other mix | the lower of rdp-improved and prv, each a bound by itself; runs are decided on beforehand |
+| any other mix | the lower of rdp-improved and prv, each valid by itself; all runs must be decided on beforehand |
 """
 
 import fcntl
@@ -40,7 +40,11 @@ FILE = "budget.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """What may be spent in all, against which neighbours. Set once."""
+    """The total that may be spent, and the neighbouring relation. Set once.
+
+    Raises:
+        DatalensError: a value is out of range.
+    """
 
     epsilon: float
     delta: float
@@ -57,7 +61,7 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What one run may charge at most. `unit`: what is protected, such as one image."""
+    """The most that one run may charge. `unit` names what is protected, such as one image."""
 
     run: str
     data: str
@@ -66,20 +70,33 @@ class Reservation:
 
 
 class DataBudget(Owned):
-    """The open, locked file. Lines carry the hash of the line before: an edit shows; an older copy does not."""
+    """The open and locked budget file.
+
+    Each line carries the hash of the line before it, so that an edit is detected. An older copy of the file put in its
+    place is not.
+    """
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         super().__init__()
         self.path = path
         self._file = file
         content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # a torn last line was never acknowledged: no run began by it
+        whole = content[: content.rfind(b"\n") + 1]  # an incomplete last line was never acknowledged: no run began
         self.cap, self.names, self.reservations, self._turns, self._last_hash = _parse(whole, path)
         self._end = len(whole)
 
     @classmethod
     def create(cls, folder: Path, cap: Cap, *, data: str | None = None) -> "DataBudget":
-        """A new budget. One that is there is never replaced: it holds what was spent."""
+        """Create a budget. An existing one is never replaced, since it records what was spent.
+
+        Args:
+            folder: Where the file is put; created where it does not exist.
+            cap: The total.
+            data: Name of the data set, if the budget is for one name from the start.
+
+        Raises:
+            DatalensError: the folder has a budget already.
+        """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / FILE
         fields = {"type": "cap", "version": 1, "epsilon": cap.epsilon, "delta": cap.delta, "relation": cap.relation}
@@ -98,7 +115,15 @@ class DataBudget(Owned):
 
     @classmethod
     def open(cls, folder: Path) -> "DataBudget":
-        """Waits for whoever has it: a reservation takes a moment."""
+        """Open the budget in this folder, and wait while another process has it open: a reservation takes a moment.
+
+        Args:
+            folder: The folder with the file.
+
+        Raises:
+            DatalensError: the folder has no budget.
+            TamperedError: the file is damaged or was edited.
+        """
         try:
             file = open(folder / FILE, "r+b", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
@@ -123,33 +148,40 @@ class DataBudget(Owned):
 
     @property
     def charges(self) -> Counted:
+        """All reserved charges, as (event, multiplicity)."""
         return tuple(charge for reservation in self.reservations for charge in reservation.charges)
 
     def spent(self) -> tuple[float, AccountantName]:
+        """Return the ε of all reservations at the cap's δ, and the accountant that computed it."""
         return price(self.charges, self.cap.delta)
 
     def describe(self, epsilon: float, accountant: AccountantName) -> str:
+        """Return ε as text, with the cap's δ and relation, and the accountant."""
         return Budget(epsilon=1.0, delta=self.cap.delta, relation=self.cap.relation, accountant=accountant).describe(
             epsilon
         )
 
     def left(self) -> float:
-        """The largest ε, at the cap's δ and by the exact accountant, of one more run with Gaussian noise."""
+        """Return the largest ε of one more run with Gaussian noise, at the cap's δ and by the exact accountant."""
         quick = all(isinstance(event, GaussianEvent) for event, _ in self.charges)
-        digits = 1e-9 if quick else 1e-3  # tables of a mix take a moment each
+        digits = 1e-9 if quick else 1e-3  # the price of a mix takes a moment each time
         mu = largest(lambda mu: self._fits(((all_of_it(mu, self.cap.relation), 1),)), digits=digits)
         return Accountant(name="exact").epsilon_at(mu * mu, self.cap.delta)
 
     def turn(self, run: str) -> str | None:
-        """What a run must show to go on; None: it is not known. It changes each time, so one copy of a run goes on."""
+        """Return the token that a run must show to go on, or None if the run is not known.
+
+        It changes each time the run goes on, so that only one copy of a run folder can.
+        """
         return self._turns.get(run)
 
     def next_turn(self, run: str, turn: str) -> None:
+        """Record the token that the run must show next time."""
         self._append({"type": "turn", "run": run, "turn": turn})
         self._turns[run] = turn
 
     def allow(self, data: str) -> None:
-        """From now on runs on data of this name too belong to this budget."""
+        """Add the name of a data set whose runs belong to this budget."""
         if data not in self.names:
             self._append({"type": "data", "name": data})
             self.names = (*self.names, data)
@@ -163,18 +195,19 @@ class DataBudget(Owned):
         unit: str,
         final: bool | Collection[str] = False,
     ) -> Counted:
-        """What would be set aside for such a run, or why it cannot be.
+        """Return what would be reserved for a run, without reserving it.
 
         Args:
-            parts: (event, how many times) of its plan.
-            budget: Its own.
-            data: The name of its data set.
-            unit: What it protects.
-            final: Whether its gate charges the plan and no more; or the names of the parts of which that is true.
+            parts: (event, multiplicity) of the run's plan.
+            budget: The run's own budget.
+            data: Name of the run's data set.
+            unit: What the run protects, such as one image.
+            final: Whether the run's gate never charges more than the plan; or the names of the parts for which that is
+                true.
 
         Raises:
-            BudgetExceeded: there is no room for it.
-            DatalensError: it does not belong here.
+            BudgetExceeded: the reservation does not fit under the cap.
+            DatalensError: the run does not belong to this budget (relation, data set or unit), or its noise is seeded.
         """
         if budget.relation != self.cap.relation:
             raise DatalensError(
@@ -182,7 +215,7 @@ class DataBudget(Owned):
                 f"{self.cap.relation}, where the method has it, or another --budget"
             )
         if any(event.noise == "seeded" for event, _ in parts):
-            raise DatalensError("--noise-seed is not private, so it has no place in a --budget: leave one of them out")
+            raise DatalensError("--noise-seed is not private, so it cannot go with --budget: leave one of them out")
         if self.names and data not in self.names:
             raise DatalensError(
                 f"{self.path.parent} is the budget of {', '.join(self.names)}, not of {data}: use that data's own "
@@ -208,11 +241,11 @@ class DataBudget(Owned):
         unit: str,
         final: bool | Collection[str] = False,
     ) -> str:
-        """Durably set aside all that such a run may charge, and return the run's id; or refuse, and write nothing.
+        """Durably reserve all that a run may charge, and return the run's id. On an error nothing is written.
 
         Arguments and errors are those of `check`.
         """
-        with self._alone():  # from the look at what fits to the line that takes it
+        with self._alone():  # no other thread may reserve between the check and the line that is written
             charges = self.check(parts, budget, data=data, unit=unit, final=final)
             self.allow(data)
             run = secrets.token_hex(16)
@@ -238,20 +271,20 @@ class DataBudget(Owned):
         )
 
     def _room(self, charges: Counted, budget: Budget) -> float:
-        """The ε, by the run's own accountant, of the same releases with as little more noise as fits."""
+        """Return the ε, by the run's own accountant, of the same releases with just enough more noise to fit."""
         if math.isinf(budget.epsilon):
             charges = ((all_of_it(1.0, budget.relation), 1),)
         share = largest(lambda x: self._fits(with_noise(charges, 1 / x)) if x > 1e-9 else True, digits=1e-6)
         return 0.0 if share <= 1e-9 else budget.pricing().price(with_noise(charges, 1 / share), budget.delta)
 
     def _append(self, fields: dict[str, Any]) -> None:
-        with self._alone():  # a forked child has the same lock on the file, and would write over its parent's lines
+        with self._alone():  # a forked child shares the lock on the file, and would overwrite its parent's lines
             self._write(fields)
 
     def _write(self, fields: dict[str, Any]) -> None:
         line, line_hash = _line(fields, self._last_hash)
         try:
-            self._file.truncate(self._end)  # what was torn
+            self._file.truncate(self._end)  # cut off an incomplete line
             self._file.seek(self._end)
             written = self._file.write(line)
             if written != len(line):
@@ -263,7 +296,7 @@ class DataBudget(Owned):
 
 
 def _down(epsilon: float) -> float:
-    """Four digits, never more than there is, but for what a search leaves open."""
+    """Return ε rounded down to four digits, with an allowance for the error of the search that found it."""
     step = 10.0 ** (math.floor(math.log10(epsilon)) - 3) if epsilon > 0 else 1.0
     return math.floor(epsilon / step * (1 + 3e-6)) * step
 
@@ -286,7 +319,7 @@ def _parse(content: bytes, path: Path) -> tuple[Cap, tuple[str, ...], tuple[Rese
                 names.append(str(fields["name"]))
             elif fields["type"] == "turn":
                 if fields["run"] not in turns:
-                    raise ValueError("it is of a run that reserved nothing")
+                    raise ValueError("it names a run that reserved nothing")
                 turns[fields["run"]] = str(fields["turn"])
             else:
                 assert cap is not None

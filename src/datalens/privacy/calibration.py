@@ -1,4 +1,4 @@
-"""From a budget to what fits into it: the least noise, or the most releases."""
+"""Calibration: the least noise, or the most releases, that fit into a budget."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,14 @@ from datalens.privacy.events import (
 
 
 def topagg_event(*, sensitivity: float, sigma: float, law: NoiseLaw, coordinates: int = 0) -> GaussianEvent:
-    """One step of a plan: what a ledger will be charged, for its price only."""
+    """Return an event that costs what one planned step will be charged. It is used for pricing only.
+
+    Args:
+        sensitivity: l2 sensitivity of the step.
+        sigma: Standard deviation of the noise.
+        law: Distribution of the noise.
+        coordinates: Numbers released in the step, which the price of discrete noise depends on.
+    """
     facts = {"row_unit": "teacher", "relation": "add-remove", "noise": "operating-system", "queries": 1, "step": 0}
     facts |= {"l2_bound": sensitivity / 2, "diameter": sensitivity, "sigma": sigma}
     if law == "discrete-gaussian":
@@ -36,7 +43,20 @@ def calibrate_sigma(
     law: NoiseLaw = "gaussian",
     coordinates: int = 0,
 ) -> float:
-    """The smallest noise with which `steps` releases of this sensitivity fit into (ε, δ)."""
+    """Return the smallest sigma with which `steps` releases of this sensitivity fit into (ε, δ); 0 if ε is infinite.
+
+    Args:
+        sensitivity: l2 sensitivity of each release.
+        steps: Number of releases.
+        epsilon: Budget.
+        delta: Budget.
+        accountant: Prices the releases.
+        law: Distribution of the noise.
+        coordinates: Numbers per release, which the price of discrete noise depends on.
+
+    Raises:
+        BudgetExceeded: no noise is large enough for this budget, or only noise above `MOST_NOISE`.
+    """
     if math.isinf(epsilon):
         return 0.0
     budget = accountant.mu_budget(epsilon, delta)
@@ -48,8 +68,8 @@ def calibrate_sigma(
     sigma = sensitivity * math.sqrt(steps) / budget
     if sigma > MOST_NOISE:
         raise BudgetExceeded(
-            f"epsilon {epsilon:g} at delta {delta:g} would need noise of {sigma:.3g}, more than any data could show "
-            "through: raise --epsilon"
+            f"epsilon {epsilon:g} at delta {delta:g} would need noise of {sigma:.3g}, which would drown any data: "
+            "raise --epsilon"
         )
     if law == "discrete-gaussian" and accountant.name in ("exact", "pld"):
         sigma = _discrete_sigma(sigma, sensitivity, steps, epsilon, delta, accountant)
@@ -58,7 +78,7 @@ def calibrate_sigma(
         event = topagg_event(sensitivity=sensitivity, sigma=sigma, law=law, coordinates=coordinates)
         return accountant.price([(event, steps)], delta) > epsilon
 
-    more = 1e-14 if accountant.name != "pld" else 1e-7  # the last digits; pld rounds each step towards more ε
+    more = 1e-14 if accountant.name != "pld" else 1e-7  # rounding of the last digits; pld rounds each step up
     while overspends(sigma):
         sigma, more = sigma * (1 + more), 2 * more
     return sigma
@@ -67,7 +87,7 @@ def calibrate_sigma(
 def _discrete_sigma(
     sigma: float, sensitivity: float, steps: int, epsilon: float, delta: float, accountant: Accountant
 ) -> float:
-    """From the continuous Gaussian's sigma to a discrete one of the same price (nearly: the caller checks)."""
+    """Return the discrete sigma that costs about as much as the continuous Gaussian's; the caller checks the price."""
     smooth = math.sqrt(sigma * sigma + ROUNDING)
     if smooth >= LEAST_SMOOTH or accountant.name == "pld":
         return max(smooth, LEAST_SMOOTH)
@@ -79,9 +99,19 @@ def _discrete_sigma(
 def calibrate_event(
     make: Callable[[float], Event], *, times: int, epsilon: float, delta: float, accountant: Accountant
 ) -> float:
-    """The smallest noise, to a part in 10,000, with which `times` events made of it fit into (ε, δ); 0 without a limit.
+    """Return the smallest sigma, to one part in 10,000, with which `times` events fit into (ε, δ); 0 if ε is infinite.
 
-    `make(sigma)`. For events whose price is no closed formula: it is asked for again and again.
+    For events whose price has no closed form: the search prices many candidates.
+
+    Args:
+        make: Returns the event with a given sigma.
+        times: Number of such events.
+        epsilon: Budget.
+        delta: Budget.
+        accountant: Prices the events.
+
+    Raises:
+        BudgetExceeded: no noise is large enough.
     """
     if math.isinf(epsilon):
         return 0.0
@@ -113,11 +143,24 @@ def calibrate_steps(
     law: NoiseLaw = "gaussian",
     coordinates: int = 0,
 ) -> int:
-    """The most releases of this sensitivity and noise that fit into a finite (ε, δ); 0 if not even one does."""
+    """Return the largest number of releases that fit into a finite (ε, δ); 0 if not even one does.
+
+    Args:
+        sensitivity: l2 sensitivity of each release.
+        sigma: Standard deviation of the noise.
+        epsilon: Budget.
+        delta: Budget.
+        accountant: Prices the releases.
+        law: Distribution of the noise.
+        coordinates: Numbers per release, which the price of discrete noise depends on.
+
+    Raises:
+        DatalensError: nothing limits the number of releases, or sigma is above `MOST_NOISE`.
+    """
     if sigma <= 0 or math.isinf(epsilon):
         raise DatalensError("without noise, or with epsilon inf, nothing limits the steps: give --steps")
     if not sigma <= MOST_NOISE:
-        raise DatalensError(f"--sigma {sigma:g} is more than {MOST_NOISE:g}: no data could show through that noise")
+        raise DatalensError(f"--sigma {sigma:g} is more than {MOST_NOISE:g}, which would drown any data: lower --sigma")
     event = topagg_event(sensitivity=sensitivity, sigma=sigma, law=law, coordinates=coordinates)
 
     def fits(count: int) -> bool:

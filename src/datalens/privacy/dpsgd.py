@@ -1,8 +1,8 @@
 """The gate for parameter gradients (DP-SGD): Poisson samples, and sums of their bounded rows with Gaussian noise.
 
 Differs from Opacus: every step is charged before its noise is drawn, and noise and samples come from the operating
-system. The noise is float64 and is added to a sum of float32 rows: what leaks through the low bits of such a sum
-(Mironov 2012) is not priced, as it is not by anybody who trains in floating point. The certificate says so.
+system. The noise is float64 and is added to a sum of float32 rows. What leaks through the low bits of such a sum
+(Mironov 2012) is not priced, here or in any other floating-point training. The certificate says so.
 """
 
 import math
@@ -27,35 +27,45 @@ from datalens.privacy.noise import NoiseSource
 from datalens.privacy.owned import Owned
 from datalens.privacy.released import Released
 
-BLOCKS = 10  # of charges in a run: each is a price and a line on disk
+BLOCKS = 10  # charges in a run: each computes a price and writes a line to disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Fixed before the first step: how much noise, how likely a record is in a sample, and how often.
+    """The noise multiplier, sampling rate and number of steps, fixed before the first step.
 
-    `sigma` is the noise multiplier: the noise on every coordinate of a sum has deviation sigma · unit, where unit is
-    what the rows are bounded to (√k·C). A price for sampled steps holds for schedules that are not changed on the way.
+    The noise on every coordinate of a sum has standard deviation sigma · unit, where `unit` is the bound on the norm of
+    rows (√k·C). The price of sampled steps is valid only for a schedule that does not change during the run.
+
+    Raises:
+        DatalensError: a value is out of range.
     """
 
     sigma: float
     rate: float
     steps: int
     unit: float
-    l2_bound: float  # of a row: `unit`, and what rounding may add to it
-    row_unit: RowUnit = "record"  # who is in a sample or not, and has one row
-    part: str = ""  # of the run, where it has other kinds of release too; one schedule a part
+    l2_bound: float  # bound on a row's norm: `unit`, plus what rounding may add to it
+    row_unit: RowUnit = "record"  # what is sampled and has one row
+    part: str = ""  # part of the run, where it has other kinds of release too; each part has one schedule
 
     def __post_init__(self) -> None:
         check_part(self.part)
         if not 0 <= self.sigma <= MOST_NOISE:
             raise DatalensError(f"sigma must be a number from 0 to {MOST_NOISE:g}, not {self.sigma}")
         if not 0 < self.rate <= 1:
-            raise DatalensError(f"a sampling rate lies above 0 and is at most 1, not {self.rate:g}")
+            raise DatalensError(f"a sampling rate must be above 0 and at most 1, not {self.rate:g}")
         if self.steps < 1:
             raise DatalensError(f"there must be at least one step, not {self.steps}")
 
     def event(self, *, repeats: int, step: int, noise: NoiseOrigin) -> SubsampledGaussianEvent:
+        """Return the event of a block of steps.
+
+        Args:
+            repeats: Steps in the block.
+            step: Number of the first.
+            noise: Origin of the noise.
+        """
         return SubsampledGaussianEvent(
             row_unit=self.row_unit,
             l2_bound=self.l2_bound,
@@ -70,24 +80,35 @@ class Schedule:
         )
 
     def price(self, accountant: Accountant, delta: float) -> float:
+        """Return the ε of all steps of the schedule at this δ."""
         return accountant.price([(self.event(repeats=self.steps, step=0, noise="operating-system"), 1)], delta)
 
 
 class GradientGate(Owned):
-    """Sums of one schedule in, noisy sums out. Steps are charged a block at a time, ahead of their noise.
+    """Adds noise to the sums of one schedule. Steps are charged a block at a time, before their noise is drawn.
 
-    Formal guarantees: see `SubsampledGaussianEvent`; that each sum is over a fresh Poisson sample is the loader's part
-    (`poisson_sample`). A block that was begun when the process ended stays charged: what is left of it is handed on by
-    `left` if and only if no step was taken since (see `hand_over`). A block belongs to one process: in a forked child,
-    or a copy, its steps would be taken twice.
+    Formal guarantees: see `SubsampledGaussianEvent`. The loader must make sure that each sum is over a fresh Poisson
+    sample (`poisson_sample`). A block that was begun when the process ended stays charged. Its remaining steps may be
+    passed on as `left` only if no step was taken since (see `hand_over`). A gate belongs to one process: in a forked
+    child, or a copy, the steps of its block would be taken twice.
 
-    | asked | answer |
+    | situation | result |
     |---|---|
     | a sum of rows with another bound | refused, before any charge |
     | a step after all steps of the schedule were charged | refused |
-    | a ledger whose events of this part are of another schedule, or that has unknown ones | refused at the start |
-    | a ledger with events of other parts | they are priced with these steps, and counted by whoever charged them |
-    | anything, in another process; a copy | refused |
+    | a ledger whose events of this part have another schedule, or that has unknown events | refused at the start |
+    | a ledger with events of other parts | priced together with these steps, but not counted as steps of this gate |
+    | any use in another process, or a copy | refused |
+
+    Args:
+        ledger: The ledger to charge; its relation must be add-remove.
+        schedule: Noise, sampling rate and steps.
+        noise: Source of the noise.
+        left: Steps that were charged, and not taken, by an earlier gate of the same ledger.
+        blocks: Number of charges into which the steps are divided.
+
+    Raises:
+        DatalensError: the ledger does not fit the schedule (see the table).
     """
 
     def __init__(
@@ -96,12 +117,12 @@ class GradientGate(Owned):
         super().__init__()
         if ledger.budget.relation != "add-remove":
             raise DatalensError(
-                "Poisson samples of records are priced for add-remove only: under replace-one nobody has proved their "
-                "price here; use --relation add-remove"
+                "Poisson samples of records are priced for add-remove only, and no price for replace-one is proved "
+                "here: use --relation add-remove"
             )
         self.ledger, self.schedule, self.noise = ledger, schedule, noise
         self.charged = 0
-        self._number = -1  # of the last charge of this part
+        self._number = -1  # number of the last charge of this part
         for number, event in enumerate(ledger.events):
             if not isinstance(event, UnknownEvent) and event.part != schedule.part:
                 continue
@@ -115,25 +136,33 @@ class GradientGate(Owned):
             self._number = number
         if not 0 <= left <= self.charged:
             raise DatalensError(f"{left} steps cannot be left of {self.charged} that were charged")
-        self.left = left  # charged, and not taken yet
+        self.left = left  # steps that are charged and not taken yet
         self._block = max(1, math.ceil(schedule.steps / blocks))
 
     def release(self, contributions: BoundedSum) -> Released:
-        """The sum with noise on every coordinate: which coordinates were kept is private too."""
+        """Return the sum with noise on every coordinate. (Which coordinates a row kept is private too.)
+
+        Args:
+            contributions: The sum over a fresh Poisson sample.
+
+        Raises:
+            BudgetExceeded: all steps of the schedule are charged, or the next block does not fit into the budget.
+            ValueError: the rows have another bound or unit than the schedule.
+        """
         if (contributions.l2_bound, contributions.row_unit) != (self.schedule.l2_bound, self.schedule.row_unit):
-            raise ValueError("these rows are bounded by something else than the schedule says")
+            raise ValueError("the rows have another bound or privacy unit than the schedule says")
         with self._alone():
             if self.left == 0:
                 self._charge()
-            self.left -= 1  # before any noise exists
+            self.left -= 1  # counted as taken before any noise exists
             event = self.ledger.events[self._number]
             assert isinstance(event, SubsampledGaussianEvent)
-            total = contributions.private_total  # a GPU may still be at work on it
+            total = contributions.private_total  # a GPU may still be computing it while noise is drawn
             noise = event.sigma * self.noise.standard_normal(total.numel()).reshape(total.shape)
             return Released(value=total.cpu().numpy().astype(np.float64) + noise, event=event, number=self._number)
 
     def hand_over(self) -> int:
-        """What is left of the block, for a gate that goes on later: from here on this one would pay anew."""
+        """Return the remaining steps of the block, for a later gate. The next release of this gate is charged anew."""
         with self._alone():
             left, self.left = self.left, 0
             return left
@@ -142,8 +171,8 @@ class GradientGate(Owned):
         rest = self.schedule.steps - self.charged
         if rest < 1:
             raise BudgetExceeded(
-                f"all {self.schedule.steps} steps of the schedule are charged: nothing was released; train for more "
-                "epochs from the start, with another ledger"
+                f"all {self.schedule.steps} steps of the schedule are charged, so nothing was released: to train for "
+                "more epochs, start again with another ledger"
             )
         block = min(rest, self._block)
         event = self.schedule.event(repeats=block, step=self.charged, noise=self.noise.origin)
@@ -153,7 +182,15 @@ class GradientGate(Owned):
 
 
 def poisson_sample(noise: NoiseSource, count: int, rate: float) -> np.ndarray:
-    """Positions of those of `count` records that are in: each by itself, with probability `rate`, or 2⁻³² less."""
+    """Return the positions of a Poisson sample: each record is in it independently with probability `rate`.
+
+    (The probability is rounded down to a multiple of 2⁻³².)
+
+    Args:
+        noise: Source of the secret choices.
+        count: Number of records.
+        rate: Sampling probability.
+    """
     if rate >= 1:
         return np.arange(count)
     return np.flatnonzero(noise.words(count) < math.floor(rate * 2**32))
@@ -161,12 +198,22 @@ def poisson_sample(noise: NoiseSource, count: int, rate: float) -> np.ndarray:
 
 # --- calibration ----------------------------------------------------------------------------------------------------
 
-CLOSE = 5e-3  # a solution spends all but this part of ε, or is this near to one that would spend too much
+CLOSE = 5e-3  # a solution spends all of ε but this fraction, or is this close to one that would overspend
 _MOST_SIGMA, _LEAST_SIGMA, _MOST_STEPS = 2.0**20, 2.0**-10, 2**30
 
 
 def calibrate_sigma(*, rate: float, steps: int, budget: Budget, rounding: float) -> float:
-    """About the smallest noise multiplier with which so many sampled steps fit. `rounding`: of l2_bound over unit."""
+    """Return approximately the smallest noise multiplier with which `steps` sampled steps fit; 0 if ε is infinite.
+
+    Args:
+        rate: Sampling probability.
+        steps: Number of steps.
+        budget: Must not be exceeded.
+        rounding: l2_bound / unit − 1.
+
+    Raises:
+        BudgetExceeded: no noise is large enough.
+    """
     if math.isinf(budget.epsilon):
         return 0.0
 
@@ -184,7 +231,17 @@ def calibrate_sigma(*, rate: float, steps: int, budget: Budget, rounding: float)
 
 
 def calibrate_steps(*, rate: float, sigma: float, budget: Budget, rounding: float) -> int:
-    """About the most sampled steps of this noise multiplier that fit; 0 if not even one does."""
+    """Return approximately the largest number of sampled steps that fit; 0 if not even one does.
+
+    Args:
+        rate: Sampling probability.
+        sigma: Noise multiplier.
+        budget: Must not be exceeded.
+        rounding: l2_bound / unit − 1.
+
+    Raises:
+        DatalensError: nothing limits the number of steps.
+    """
     if not (0 < sigma <= MOST_NOISE and math.isfinite(budget.epsilon)):
         raise DatalensError("without noise, or with epsilon inf, nothing limits the steps: give --epochs")
 
@@ -194,16 +251,16 @@ def calibrate_steps(*, rate: float, sigma: float, budget: Budget, rounding: floa
 
     found = int(_largest(price, budget, most=float(_MOST_STEPS), least=1.0, power=1.8) or 0)
     if found >= _MOST_STEPS:
-        raise DatalensError("so many steps fit that nothing limits them: give --epochs, and no --sigma")
+        raise DatalensError("so many steps fit that nothing limits them: give --epochs and leave out --sigma")
     return found
 
 
 def _largest(
     price: Callable[[float, Accountant], float], budget: Budget, *, most: float, least: float, power: float
 ) -> float | None:
-    """About the largest x whose price, which rises about as x^(1/power), is within the budget.
+    """Return approximately the largest x whose price is within the budget. The price grows about as x^(1/power).
 
-    Some accountants take seconds to look, so looking begins where RDP, which takes none, would stop.
+    Some accountants take seconds per evaluation, so the search begins at the solution for RDP, which is fast.
     """
     rough = Accountant(name="rdp-improved")
     low, high = least, most

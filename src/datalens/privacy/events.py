@@ -1,11 +1,11 @@
-"""What happened, said completely in mathematics. What it costs is the accountant's business.
+"""Privacy events: complete mathematical descriptions of releases. Their price is computed by an `Accountant`.
 
-An event never carries a sensitivity that a caller chose: it carries the facts (whose row, how long a
-row can be, how far two rows can be apart, which relation), and the sensitivity follows from them.
+An event never carries a sensitivity that a caller chose. It carries the facts (the privacy unit, the longest possible
+row, the largest distance between two rows, the neighbouring relation), and the sensitivity follows from them.
 
-An event may name the part of the run that it pays for (`part`), where a run has several kinds of release: moments, then
-sampled steps, then a published accuracy. The name has no price. Where it is empty it is not written, so that the lines
-of a ledger with one kind of release are what they were before parts had names.
+Where a run has several kinds of release (moments, then sampled steps, then a published accuracy), an event names the
+part of the run that it belongs to (`part`). The name does not affect the price. An empty name is not written, so that
+the ledger lines of a run with one kind of release are the same as before parts had names.
 """
 
 import math
@@ -21,16 +21,17 @@ RowUnit = Literal["teacher", "record", "person"]
 NoiseOrigin = Literal["operating-system", "seeded"]
 NoiseLaw = Literal["gaussian", "discrete-gaussian"]
 
-# From here on the discrete Gaussian is priced as a Gaussian of variance sigma² − 4, below as ρ-zCDP (docs/privacy.md).
+# From this sigma on the discrete Gaussian is priced as a Gaussian of variance sigma² − 4; below it, as ρ-zCDP
+# (docs/privacy.md).
 LEAST_SMOOTH = 10.0
-ROUNDING = 4.0  # the variance given away to rounding
-# How far, in logarithms, a discrete Gaussian coordinate is from that rounded Gaussian: below 1.1e-34, proved there.
+ROUNDING = 4.0  # the variance lost to rounding in that comparison
+# Distance in logarithms between a discrete Gaussian coordinate and that rounded Gaussian: proved to be below 1.1e-34.
 CLOSENESS = 2e-34
 
-# Rounded to integers, float64 noise of this size still has its last digit; beyond, calibration makes no sense either.
+# float64 noise of this size is still exact to a whole number; beyond it calibration makes no sense either.
 MOST_NOISE = 2.0**40
-LARGEST = 1e150  # squares of it are still numbers
-# A longer number in a ledger would be room for something else.
+LARGEST = 1e150  # its square does not overflow
+# A longer number in a ledger line could hide something else.
 MOST_COUNT, MOST_COORDINATES = 2**62, 10**36
 
 _PART_NAME = re.compile(r"[A-Za-z0-9-]{0,40}")
@@ -46,13 +47,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class GaussianEvent:
     """A sum of rows, one row per privacy unit, released once with N(0, sigma²) on every coordinate.
 
-    Formal guarantees: the release is mu-GDP with mu = sensitivity / sigma (Dong, Roth, Su 2019,
-    Theorem 2.7), and (λ, λ·mu²/2)-RDP for every λ > 1 (DataLens, Theorem 2).
+    Formal guarantees: the release is mu-GDP with mu = sensitivity / sigma (Dong, Roth, Su 2019, Theorem 2.7), and
+    (λ, λ·mu²/2)-RDP for every λ > 1 (DataLens, Theorem 2).
 
     | sigma | sensitivity | mu |
     |---|---|---|
-    | 0 | > 0 | inf (a release without noise is priced, at infinity) |
+    | 0 | > 0 | inf (a release without noise has an infinite price) |
     | any | 0 | 0 |
+
+    Raises:
+        TamperedError: a field has an impossible value.
     """
 
     row_unit: RowUnit
@@ -61,24 +65,23 @@ class GaussianEvent:
     relation: Relation
     sigma: float
     queries: int  # synthetic images whose directions this release holds
-    step: int  # of its part
+    step: int  # number of the step within its part
     noise: NoiseOrigin
-    part: str = ""  # of the run, where it has several; steps are numbered within a part
+    part: str = ""  # name of the part, where the run has several
     kind: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
         _check(self, numbers=("l2_bound", "diameter", "sigma"), counts=("queries", "step"))
-        # The zero row is always possible, so two rows can be a whole bound apart; and never more than two.
+        # The zero row is always possible, so two rows can be one bound apart, and never more than two bounds.
         if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
             raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
 
     @property
     def sensitivity(self) -> float:
-        """How far the sum can move, in l2, between neighbouring data sets.
+        """The l2 sensitivity: the largest distance between the sums of two neighbouring data sets.
 
-        A record added to or removed from a teacher's share *replaces* that teacher's row: `diameter`.
-        A record's or person's own row *appears or vanishes*: `l2_bound`. Under replace-one every
-        row is replaced: `diameter`.
+        A record added to or removed from a teacher's share *replaces* that teacher's row: `diameter`. A record's or
+        person's own row *appears or vanishes*: `l2_bound`. Under replace-one a row is always replaced: `diameter`.
         """
         if self.relation == "add-remove" and self.row_unit != "teacher":
             return self.l2_bound
@@ -86,38 +89,54 @@ class GaussianEvent:
 
     @property
     def mu(self) -> float:
-        """The release is post-processing of a Gaussian mechanism of this ratio of sensitivity to noise."""
+        """The GDP parameter: the release is post-processing of a Gaussian mechanism with sensitivity/sigma = mu."""
         return _ratio(self.sensitivity, self.sigma)
 
     @property
     def rho(self) -> float:
-        """The release is (λ, λ·rho)-RDP for every λ > 1, that is, rho-zCDP."""
+        """The zCDP parameter: the release is (λ, λ·rho)-RDP for every λ > 1."""
         ratio = _ratio(self.sensitivity, self.sigma)
-        return ratio * ratio / 2  # inf where it overflows, which ** is not
+        return ratio * ratio / 2  # overflows to inf, where ** raises
 
     @property
     def slack(self) -> float:
-        """How far in logarithms the release is from what `mu` says."""
+        """Distance in logarithms between the density of the release and that of the mechanism that `mu` describes."""
         return 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields of the event as its ledger line has them."""
         return _fields(self)
 
 
 def unprotected(relation: Relation, *, origin: NoiseOrigin = "operating-system", step: int = 0) -> GaussianEvent:
-    """All there is to know of the records leaves without noise, as if it were a sum of them: priced at infinity."""
+    """Return the event of a release without any noise, whose price is infinite.
+
+    Args:
+        relation: Relation of the ledger.
+        origin: Noise origin that the event states.
+        step: Number of the step.
+    """
     bounds: dict[str, Any] = {
         "l2_bound": 1.0,
         "diameter": 2.0,
         "sigma": 0.0,
-    }  # whatever the unit, the ratio is infinite
+    }  # with sigma 0 the price is infinite, whatever the bounds
     return GaussianEvent(row_unit="record", relation=relation, queries=0, step=step, noise=origin, **bounds)
 
 
 def confident_check(
     relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int, part: str = ""
 ) -> GaussianEvent:
-    """What the check of so many queries is charged: each largest count moves by at most one."""
+    """Return the event of Confident-GNMax's threshold check: the largest count of each query moves by at most one.
+
+    Args:
+        relation: Relation of the ledger.
+        queries: Number of queries that are checked.
+        sigma: Standard deviation of the noise.
+        noise: Origin of the noise.
+        step: Number of the step.
+        part: Name of the part of the run.
+    """
     moved = math.sqrt(queries)
     return GaussianEvent(
         row_unit="teacher",
@@ -135,7 +154,16 @@ def confident_check(
 def confident_answer(
     relation: Relation, queries: int, sigma: float, noise: NoiseOrigin, step: int, part: str = ""
 ) -> GaussianEvent:
-    """What so many answers are charged: two counts a query move by one each."""
+    """Return the event of Confident-GNMax's answers: two counts per query move by at most one each.
+
+    Args:
+        relation: Relation of the ledger.
+        queries: Number of queries that are answered.
+        sigma: Standard deviation of the noise.
+        noise: Origin of the noise.
+        step: Number of the step.
+        part: Name of the part of the run.
+    """
     return GaussianEvent(
         row_unit="teacher",
         l2_bound=math.sqrt(queries),
@@ -153,12 +181,12 @@ def confident_answer(
 class DiscreteGaussianEvent(GaussianEvent):
     """A sum of integer rows, released once with the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.
 
-    Formal guarantees: rho-zCDP with rho = sensitivity²/(2·sigma²), as if it were continuous (Canonne, Kamath,
+    Formal guarantees: rho-zCDP with rho = sensitivity²/(2·sigma²), as for the continuous Gaussian (Canonne, Kamath,
     Steinke 2020, Theorem 4). The Gaussian's (ε, δ) curve at the same sigma does *not* hold. For sigma >= 10 the
     release is, up to e^±slack, post-processing of a Gaussian of variance sigma² − 4 (docs/privacy.md).
     """
 
-    coordinates: int  # numbers released
+    coordinates: int  # how many numbers are released
     kind: ClassVar[str] = "discrete-gaussian"
 
     def __post_init__(self) -> None:
@@ -167,12 +195,12 @@ class DiscreteGaussianEvent(GaussianEvent):
 
     @property
     def smooth(self) -> bool:
-        """Whether a Gaussian's price holds at all."""
+        """Whether the event may be priced as a Gaussian, by `mu` and `slack`."""
         return self.sigma >= LEAST_SMOOTH
 
     @property
     def mu(self) -> float:
-        if not self.smooth:  # whoever forgets to ask pays everything
+        if not self.smooth:  # a caller that did not check `smooth` gets the highest price
             return math.inf if self.sensitivity > 0 else 0.0
         return _ratio(self.sensitivity, math.sqrt(self.sigma * self.sigma - ROUNDING))
 
@@ -183,11 +211,13 @@ class DiscreteGaussianEvent(GaussianEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SubsampledGaussianEvent:
-    """A sum over a Poisson sample of the units, each in it with probability `rate`, with N(0, sigma²) on every
-    coordinate: `repeats` times, each with a sample and noise of its own. Add-remove only, one row of norm <= l2_bound
-    per unit. Priced by RDP, PRV and PLD; not a Gaussian mechanism.
+    """Noisy sums over Poisson samples of the units, `repeats` times.
 
-    A block of repeats may be charged before the first of them is done: what is charged ahead is never too little.
+    Each sum is over a fresh sample, which holds each unit with probability `rate`, and gets fresh noise N(0, sigma²) on
+    every coordinate. Add-remove only; one row of norm <= l2_bound per unit. Not a Gaussian mechanism: priced by RDP,
+    PRV and PLD.
+
+    A block of repeats may be charged before the first of them is made: charging ahead never charges too little.
     """
 
     row_unit: RowUnit
@@ -196,7 +226,7 @@ class SubsampledGaussianEvent:
     relation: Relation
     sigma: float
     queries: int
-    step: int  # of the first
+    step: int  # number of the first repeat
     noise: NoiseOrigin
     repeats: int = 1
     part: str = ""
@@ -205,15 +235,15 @@ class SubsampledGaussianEvent:
     def __post_init__(self) -> None:
         _check(self, numbers=("l2_bound", "rate", "sigma"), counts=("queries", "step", "repeats"))
         if self.repeats < 1:
-            raise TamperedError("an event happened at least once")
+            raise TamperedError("the repeats of an event must be at least 1")
         if self.rate > 1:
             raise TamperedError(f"a sampling rate must lie between 0 and 1, not {self.rate}")
         if self.relation != "add-remove" or self.row_unit == "teacher":
-            raise TamperedError("a subsampled event is about records or persons that are present or absent")
+            raise TamperedError("a subsampled event must be of records or persons, under add-remove")
 
     @property
     def mu(self) -> float:
-        """Of the unit that is in the sample; what sampling saves is the accountant's business."""
+        """Mu of one repeat for a unit that is in the sample. Accountants add the effect of sampling."""
         return _ratio(self.l2_bound if self.rate > 0 else 0.0, self.sigma)
 
     def as_dict(self) -> dict[str, Any]:
@@ -224,9 +254,9 @@ class SubsampledGaussianEvent:
 class LaplaceEvent:
     """Counts of ballots, each released once with discrete Laplace noise, P[z] proportional to exp(−|z|/scale).
 
-    Formal guarantees: between neighbours at most `moved` counts change, by one each, and a whole-number noise of this
-    law tells a count from the next one exactly as well as one answer of 1/scale-DP randomised response does. So the
-    release is `moved` of those (Kairouz, Oh, Viswanath 2015), and moved/scale-DP.
+    Formal guarantees: between neighbours at most `moved` counts change, by one each. With this noise, two counts that
+    differ by one are exactly as distinguishable as the two answers of 1/scale-DP randomised response. So the release is
+    equivalent to `moved` of these (Kairouz, Oh, Viswanath 2015), and is moved/scale-DP.
     """
 
     row_unit: RowUnit
@@ -246,12 +276,12 @@ class LaplaceEvent:
 
     @property
     def loss(self) -> float:
-        """What one moved count costs, as pure ε."""
+        """Pure ε of one count that moves by one."""
         return _ratio(1.0 if self.moved else 0.0, self.scale)
 
     @property
     def mu(self) -> float:
-        """About the mu of a Gaussian that leaks as much, for a person: no price rests on it."""
+        """Mu of a Gaussian mechanism that leaks about as much. For display: no price depends on it."""
         return self.loss * math.sqrt(self.moved) if self.moved else 0.0
 
     @property
@@ -265,11 +295,13 @@ class LaplaceEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class OneOfManyEvent:
-    """`repeats` releases; for each, one of `teachers` units is chosen, evenly and in secret, and its row alone is
-    released with N(0, sigma²) on every coordinate. A record changes one unit's row, at most by `diameter`.
+    """Noisy rows of single units that are chosen at random and in secret, `repeats` times.
 
-    Priced by RDP and PLD as sampling without replacement of a replaced unit (docs/privacy.md); not a Gaussian
-    mechanism, and not the Poisson-sampled one. Repeats and sampling are fixed beforehand.
+    For each release one of `teachers` units is chosen uniformly, and its row alone is released with N(0, sigma²) on
+    every coordinate. A record changes one unit's row, by at most `diameter`.
+
+    Not a Gaussian mechanism, and not the Poisson-sampled one: priced by RDP and PLD as sampling without replacement of
+    a replaced unit (docs/privacy.md). The repeats and the sampling rate must be fixed beforehand.
     """
 
     row_unit: RowUnit
@@ -290,15 +322,16 @@ class OneOfManyEvent:
         if not self.l2_bound <= self.diameter <= 2 * self.l2_bound:
             raise TamperedError(f"rows of norm <= {self.l2_bound} cannot be just {self.diameter} apart at most")
         if self.teachers < 1 or self.row_unit != "teacher":
-            raise TamperedError("one of many is one of some teachers, each with a share of its own")
+            raise TamperedError("a one-of-many event must be of teachers, and of at least one")
 
     @property
     def rate(self) -> float:
+        """Probability with which a given unit is chosen."""
         return 1 / self.teachers
 
     @property
     def mu(self) -> float:
-        """Of the unit that is chosen; what choosing saves is the accountant's business."""
+        """Mu of one repeat for the unit that is chosen. Accountants add the effect of the choice."""
         return _ratio(self.diameter, self.sigma)
 
     def as_dict(self) -> dict[str, Any]:
@@ -307,12 +340,12 @@ class OneOfManyEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent:
-    """An event some other version wrote. Accountants refuse it: what is not understood is not priced."""
+    """An event of a kind that this version does not know. Accountants refuse to price it."""
 
     kind: str
 
 
-# What a ledger takes; the first holds the discrete ones too.
+# Events that a ledger can be charged. (`DiscreteGaussianEvent` is a subclass of the first.)
 Charge = GaussianEvent | SubsampledGaussianEvent | OneOfManyEvent | LaplaceEvent
 Event = Charge | UnknownEvent
 
@@ -323,13 +356,14 @@ _KINDS: dict[str, type[Charge]] = {
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
-    """Read an event back from a ledger line. A malformed one is an error, never a cheaper event.
+    """Read an event back from the fields of a ledger line. A malformed event is an error, never a cheaper event.
 
     Args:
-        fields: What `as_dict` of an event gave. `part` is there only where it is not empty: one event has one spelling.
+        fields: The result of an event's `as_dict`. `part` is present only if it is not empty, so that an event can be
+            written in one way only.
 
     Returns:
-        The event; an `UnknownEvent` where its kind is not known.
+        The event, or an `UnknownEvent` if its kind is not known.
 
     Raises:
         TamperedError: a field is missing, is not known or has an impossible value.
@@ -342,25 +376,25 @@ def parse_event(fields: dict[str, Any]) -> Event:
     if set(given) - {"part"} != expected:
         raise TamperedError(f"a {kind} event must have the fields {', '.join(sorted(expected))}")
     if given.get("part") == "":
-        raise TamperedError("an event whose part has no name is written without that field")
+        raise TamperedError("an event with an empty part must be written without that field")
     return _KINDS[kind](**given)
 
 
 def of_part(events: Iterable[Event], part: str) -> list[Charge]:
-    """Return the events of one part of a run, in their order; the part without a name is "".
+    """Return the events of one part of a run, in their order.
 
     Args:
         events: All events of a ledger. Those of an unknown kind belong to no part.
-        part: The name.
+        part: Name of the part; "" for the part without a name.
     """
     return [event for event in events if not isinstance(event, UnknownEvent) and event.part == part]
 
 
 def check_part(name: object) -> None:
-    """Refuse what cannot be the name of a part.
+    """Raise if this cannot be the name of a part.
 
     Args:
-        name: At most 40 letters (of ASCII), digits and hyphens; none at all where a run has one part.
+        name: At most 40 ASCII letters, digits and hyphens; empty where a run has one part.
 
     Raises:
         TamperedError: it is something else.
@@ -370,7 +404,7 @@ def check_part(name: object) -> None:
 
 
 def _fields(event: Charge) -> dict[str, Any]:
-    """What is written of an event."""
+    """Return the fields of an event as a ledger line has them: without `part` where it is empty."""
     fields = {"kind": event.kind, **asdict(event)}
     return fields if event.part else {name: value for name, value in fields.items() if name != "part"}
 

@@ -1,8 +1,8 @@
-"""Exact discrete Gaussian draws from OpenDP's sampler, and a process that makes them ahead and writes them to a pipe.
+"""Exact discrete Gaussian draws from OpenDP's sampler, and a process that draws them ahead and writes them to a pipe.
 
-The noise depends on no data, so it may be made before it is needed. It goes from memory to memory through
-a pipe, whose bytes are read once: nothing is written to disk, and nothing can be read twice. `noise.py` runs this file
-by itself, with OpenDP and nothing of datalens, so that it starts in half a second.
+The noise depends on no data, so it may be drawn before it is needed. It goes from memory to memory through a pipe,
+whose bytes can be read only once: nothing is written to disk, and no draw can be used twice. `noise.py` runs this file
+as a script, which imports OpenDP and nothing of datalens, so that it starts in half a second.
 """
 
 import os
@@ -11,16 +11,16 @@ import sys
 from array import array
 from collections.abc import Callable
 
-CHUNK = 2048  # draws made at a time
-# A pipe that says it has room takes this much without waiting, and takes it whole: no draw is ever split.
+CHUNK = 2048  # draws per call of the sampler
+# A pipe that reports room takes a write of this size without waiting and undivided, so that no draw is ever split.
 PIECE = select.PIPE_BUF
 
 
 def sampler(sigma: float) -> Callable[[int], list[int]]:
-    """Draws of N_Z(0, sigma²): P[z] proportional to exp(−z²/(2·sigma²)), sampled exactly, from secure bits.
+    """Return a function that draws `count` samples of N_Z(0, sigma²), exactly, from secure random bits.
 
-    OpenDP turns sigma into a fraction and samples with whole numbers (Canonne, Kamath, Steinke 2020, Algorithm 3).
-    Added to zeros, its vector mechanism for integers gives the noise.
+    P[z] is proportional to exp(−z²/(2·sigma²)). OpenDP turns sigma into a fraction and samples with integer arithmetic
+    (Canonne, Kamath, Steinke 2020, Algorithm 3). Its vector mechanism for integers, run on zeros, returns the noise.
     """
     from opendp.domains import atom_domain, vector_domain
     from opendp.measurements import make_gaussian
@@ -33,14 +33,21 @@ def sampler(sigma: float) -> Callable[[int], list[int]]:
 
 
 def feed(out: int, draw: Callable[[int], list[int]], *, parent: int, patience_ms: int = 1000) -> None:
-    """Write draws to the descriptor `out` until nobody reads there, or the parent is gone."""
+    """Write draws to a pipe until its reader closes it or the parent process ends.
+
+    Args:
+        out: File descriptor of the pipe.
+        draw: Returns a given number of draws.
+        parent: Process id of the parent.
+        patience_ms: How often to check for the parent while the pipe is full.
+    """
     room = select.poll()
     room.register(out, select.POLLOUT)
     while os.getppid() == parent:
         content = array("q", draw(CHUNK)).tobytes()
         for start in range(0, len(content), PIECE):
             while not room.poll(patience_ms):
-                if os.getppid() != parent:  # gone, but a child of it may still hold the other end
+                if os.getppid() != parent:  # the parent ended, but a child of it may still hold the other end
                     return
             try:
                 os.write(out, content[start : start + PIECE])

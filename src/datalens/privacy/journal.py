@@ -1,7 +1,7 @@
-"""Released values kept until the next checkpoint, so that a crash does not waste what was paid for.
+"""The journal: released values, kept until the next checkpoint, so that a crash does not waste their charges.
 
-A charged release that is found here is reused as it is. One that is not was lost with the process,
-and asking again is a new charge: the noise that was drawn is gone, and must be.
+A charged release that is found here is reused as it is. One that is not was lost with the process, and asking again is
+a new charge: the noise that was drawn is gone, and must not be drawn again for the old charge.
 """
 
 import contextlib
@@ -19,17 +19,20 @@ from datalens.privacy.ledger import Ledger
 from datalens.privacy.released import Released
 
 _SIZE = hashlib.sha256().digest_size
-_MOST_HEADER = 512  # hash and numpy's header
+_MOST_HEADER = 512  # upper bound on the size of both hashes and numpy's header
 _ROOM = "room.tmp"
-# Where the system has no such call, a full disk shows when the value is written, after the charge.
+# On systems without this call, a full disk is noticed only when the value is written, after the charge.
 _allocate = getattr(os, "posix_fallocate", lambda descriptor, start, size: None)
 
 
 class Journal:
-    """One file per release, named by the number of its charge: a SHA-256 of the rest, the array in numpy's format, and
-    the hash of the ledger's line that charged for it.
+    """A folder with one file per release, named by the number of its charge.
 
-    `ledger`: the one that is charged; without it (and in files of version 0.1.0) that last hash is left out.
+    A file has a SHA-256 of the rest, the array in numpy's format, and the hash of the ledger line that charged for it.
+
+    Args:
+        directory: The folder.
+        ledger: The ledger that is charged. Without it (and in files of version 0.1.0) the hash of the line is left out.
     """
 
     def __init__(self, directory: Path, ledger: Ledger | None = None) -> None:
@@ -37,12 +40,19 @@ class Journal:
         self._ledger = ledger
 
     def make_room(self, cells: int) -> None:
-        """Set disk space aside for the next release, before it is charged: on a full disk nothing is charged."""
+        """Reserve disk space for the next release before it is charged, so that on a full disk nothing is charged.
+
+        Args:
+            cells: How many numbers will be released.
+
+        Raises:
+            DatalensError: there is no space.
+        """
         size = _MOST_HEADER + 8 * cells
         try:
             for draft in self._directory.glob("*.tmp"):
                 self._rescue(draft.with_suffix(".release"))
-                draft.unlink(missing_ok=True)  # of a value that was lost
+                draft.unlink(missing_ok=True)  # a value that was not written completely is lost
             with open(self._directory / _ROOM, "wb", opener=for_the_owner) as file:
                 _allocate(file.fileno(), 0, size)
         except OSError as error:
@@ -52,7 +62,13 @@ class Journal:
             ) from error
 
     def save(self, released: Released) -> None:
-        """Right after the charge. Once all is written, a kill loses nothing; once it is synced, a power cut neither."""
+        """Write a released value. To be called right after the charge.
+
+        Once everything is written, a kill loses nothing; once it is synced, a power cut loses nothing either.
+
+        Args:
+            released: The value, with the number of its charge.
+        """
         target = self._directory / f"{released.number:08d}.release"
         draft = target.with_suffix(".tmp")
         value = io.BytesIO()
@@ -69,20 +85,20 @@ class Journal:
         self._finish(draft, target)
 
     def close(self) -> None:
-        """Give back the room that no release has taken."""
+        """Free the reserved disk space that no release has used."""
         with contextlib.suppress(OSError):
             (self._directory / _ROOM).unlink(missing_ok=True)
 
     def find(self, ledger: Ledger, *, step: int, part: str = "") -> Released | None:
-        """The release of this step, if it was charged and its value survived.
+        """Return the release of a step, or None if it was not charged or its value was lost.
 
         Args:
-            ledger: The one that was charged.
-            step: Its number, within its part.
-            part: The part of the run that the charge names; steps of other parts have numbers of their own.
+            ledger: The ledger that was charged.
+            step: Number of the step within its part.
+            part: The part of the run that the charge names. Each part numbers its own steps.
 
         Raises:
-            TamperedError: its file is damaged.
+            TamperedError: the file of the release is damaged.
         """
         for number, event in enumerate(ledger.events):
             if not isinstance(event, UnknownEvent) and (event.part, event.step) == (part, step):
@@ -93,20 +109,27 @@ class Journal:
         return None
 
     def forget_before(self, ledger: Ledger, *, step: int, part: str = "") -> None:
-        """A checkpoint holds what these values did; they are not needed again.
+        """Delete values that a checkpoint has made unnecessary.
 
         Args:
-            ledger: The one that was charged.
-            step: The first whose value is still needed.
-            part: The part of the run that the checkpoint is of. Values of other parts are in no such checkpoint: they
-                stay, or a run that goes on would ask for them, and charge them, again.
+            ledger: The ledger that was charged.
+            step: The first step whose value is still needed.
+            part: The part of the run that the checkpoint covers. Values of other parts are kept: without them a resumed
+                run would charge for these steps again.
         """
         for number, event in enumerate(ledger.events):
             if not isinstance(event, UnknownEvent) and event.part == part and event.step < step:
                 (self._directory / f"{number:08d}.release").unlink(missing_ok=True)
 
     def unpaid(self, ledger: Ledger) -> list[str]:
-        """Return the names of the files whose charge the ledger does not have: no run leaves any."""
+        """Return the names of the files whose charge is not in the ledger. No run leaves any.
+
+        Args:
+            ledger: The ledger of the run.
+
+        Raises:
+            TamperedError: a file is damaged.
+        """
         found = []
         for path in sorted(self._directory.glob("*.release")):
             number = int(path.stem) if path.stem.isdecimal() else len(ledger.events)
@@ -118,7 +141,7 @@ class Journal:
         return "" if self._ledger is None else self._ledger.chain(number + 1) or ""
 
     def _rescue(self, path: Path) -> None:
-        """A value that was written whole when its process was killed, and only lacks its name."""
+        """Give a value its final name, if it was written completely before its process was killed."""
         draft = path.with_suffix(".tmp")
         if path.exists() or not draft.exists():
             return
@@ -138,14 +161,14 @@ class Journal:
 
     @staticmethod
     def _read(path: Path) -> tuple[np.ndarray, str]:
-        """The value, and the hash of the line that charged for it."""
+        """Return the value and the hash of the ledger line that charged for it."""
         content = path.read_bytes()
         try:
             if _digest(content[_SIZE:]) != content[:_SIZE]:
                 raise ValueError("its SHA-256 differs")
             stream = io.BytesIO(content[_SIZE:])
             return np.lib.format.read_array(stream, allow_pickle=False), stream.read().decode("ascii")
-        except Exception as error:  # numpy has a dozen kinds for bytes that are no array
+        except Exception as error:  # numpy raises a dozen types of exception for malformed arrays
             raise TamperedError(
                 f"{path} is damaged: delete it, and the step will be asked (and charged) again"
             ) from error

@@ -1,8 +1,8 @@
-"""The ledger: every release is charged here, durably, before its sum meets its noise.
+"""The ledger: every release is charged here, durably, before noise is added to its sum.
 
-One JSON object a line. The first line states the budget, fixed before the first record is read; each
-line carries the hash of the line before it, so an edit, a deletion or a swap shows. (A chain detects
-accidents and careless edits; an owner who rewrites all of it is out of its reach.)
+The file has one JSON object per line. The first line states the budget, which is fixed before the first record is
+read. Each line carries the hash of the line before it, so that an edit, a deletion or a swap is detected. (A hash chain
+detects accidents and careless edits; it cannot detect an owner who rewrites the whole file.)
 """
 
 import fcntl
@@ -29,7 +29,11 @@ _CHARGE_LINE = {"type", "number", "event", "previous", "hash"}
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What may be spent, against which neighbours, and who prices it."""
+    """A privacy budget: (ε, δ), the neighbouring relation, and the accountant that prices the charges.
+
+    Raises:
+        DatalensError: a value is out of range.
+    """
 
     epsilon: float
     delta: float
@@ -47,29 +51,34 @@ class Budget:
             raise DatalensError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
 
     def pricing(self) -> Accountant:
+        """Return the budget's accountant."""
         return Accountant(name=self.accountant)
 
     def describe(self, epsilon: float) -> str:
-        """An ε is never printed without the rest."""
+        """Return ε as text, always with its δ, relation and accountant."""
         return f"ε = {upwards(epsilon, 4)} (δ = {upwards(self.delta)}, {self.relation}, {self.accountant} accountant)"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "epsilon": json_number(self.epsilon)}
 
 
-MOST_EPSILON = 1e6  # of a run with noise: beyond it σ is so small that the arithmetic of prices fails
+MOST_EPSILON = 1e6  # for a run with noise: beyond it σ is so small that the arithmetic of prices fails
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raise if no run can be planned with it. Not asked of ledgers that exist."""
+    """Raise if no run can be planned with this ε. Ledgers that exist already are not checked.
+
+    Raises:
+        DatalensError: ε is finite and above `MOST_EPSILON`.
+    """
     if MOST_EPSILON < epsilon < math.inf:
         raise DatalensError(
-            f"epsilon {epsilon:g} is more than {MOST_EPSILON:g}, and protects nobody: use inf, which says so"
+            f"epsilon {epsilon:g} is more than {MOST_EPSILON:g} and protects nobody: use --epsilon inf, which says so"
         )
 
 
 def upwards(value: float, digits: int = 6) -> str:
-    """As many digits as said, and never less than it is (but for the last bits of a float)."""
+    """Return the value with `digits` significant digits, rounded up (except for the last bits of a float)."""
     text = f"{value:.{digits}g}"
     if not value > float(text) * (1 + 1e-9):
         return text
@@ -77,34 +86,43 @@ def upwards(value: float, digits: int = 6) -> str:
 
 
 def json_number(value: float) -> float | str:
-    """JSON has no infinity; ours is the string "inf"."""
+    """Return the value as JSON can hold it: infinity, which JSON does not have, becomes the string "inf"."""
     return "inf" if math.isinf(value) else value
 
 
 class Ledger:
     """An append-only list of charged events. `charge` is the only way to add one.
 
-    One process has it, and one thread at a time charges: copies, by pickle or by fork, would each spend all of it.
+    A ledger belongs to one process, and one thread at a time charges it: copies, by pickle or by fork, would each spend
+    the whole budget.
     """
 
     def __init__(self, budget: Budget, events: list[Event], *, hashes: list[str], file: IO[bytes] | None) -> None:
         self.budget = budget
         self._events = events
-        self._hashes = hashes  # of every line, the budget's first
+        self._hashes = hashes  # of every line, starting with the budget's
         self._file = file
         self._broken = False
         self._turn, self._process = threading.Lock(), os.getpid()
-        # Asked by the gate before it charges for so many numbers: raises where they could not be kept.
+        # The gate calls this before a charge, with the number of values: it raises if they could not be stored.
         self.make_room: Callable[[int], None] = lambda cells: None
 
     @classmethod
     def in_memory(cls, budget: Budget) -> "Ledger":
-        """For audits and plans: the same rules, nothing on disk."""
+        """Return an empty ledger for audits and plans: the same rules, but nothing on disk."""
         return cls(budget, [], hashes=[_GENESIS], file=None)
 
     @classmethod
     def create(cls, path: Path, budget: Budget) -> "Ledger":
-        """A new ledger file. An existing one is never replaced: it holds what was spent."""
+        """Create a ledger file and return its ledger.
+
+        Args:
+            path: The new file.
+            budget: What its first line states.
+
+        Raises:
+            DatalensError: the file exists. It is never replaced, since it records what was spent.
+        """
         line, line_hash = _line({"type": "budget", "version": 1, **budget.as_dict()}, _GENESIS)
         try:
             write_new(path, line)
@@ -115,7 +133,17 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
-        """Continue a ledger. A torn last line was never acknowledged, so its noise was never used: it is cut off."""
+        """Open a ledger to continue it. An incomplete last line is cut off.
+
+        Such a line was never acknowledged, so its noise was never used.
+
+        Args:
+            path: The file.
+
+        Raises:
+            DatalensError: another process uses the file.
+            TamperedError: a line is malformed or breaks the hash chain.
+        """
         file = _open_alone(path)
         try:
             content = path.read_bytes()
@@ -131,28 +159,44 @@ class Ledger:
 
     @property
     def events(self) -> tuple[Event, ...]:
+        """The charged events, in their order."""
         return tuple(self._events)
 
     def chain(self, charges: int) -> str | None:
-        """Return the hash of the ledger's line after so many charges, or None where it has fewer.
+        """Return the hash of the line after this many charges, or None if the ledger has fewer.
 
         Each line carries the hash of the one before it, so equal hashes mean equal ledgers up to that line.
         """
         return self._hashes[charges] if 0 <= charges < len(self._hashes) else None
 
     def spent(self) -> float:
+        """Return the ε spent so far, by the budget's accountant and at the budget's δ."""
         return self.budget.pricing().epsilon(self._events, self.budget.delta)
 
     def charge(self, event: Charge) -> int:
-        """Record the event durably and return its number; refuse, and write nothing, if it would overspend."""
+        """Record the event durably and return its number. If it would overspend, nothing is written.
+
+        Args:
+            event: The release that is about to be made.
+
+        Returns:
+            Index of the charge, counted from 0.
+
+        Raises:
+            BudgetExceeded: the event does not fit into what is left of the budget.
+            UnpriceableEvent: the accountant does not price this event, or not together with the earlier ones.
+            DatalensError: the event has another relation, the line could not be written, or this is a forked child.
+        """
         if os.getpid() != self._process:
-            raise DatalensError("this ledger belongs to the process that was forked: charge it there, and only there")
+            raise DatalensError(
+                "this ledger belongs to the process that opened it, not to a forked child: charge it there"
+            )
         with self._turn:
             return self._charge(event)
 
     def _charge(self, event: Charge) -> int:
         if self._broken:
-            raise DatalensError("the ledger could not be written; free some disk space, then continue with --resume")
+            raise DatalensError("the ledger could not be written: free some disk space, then continue with --resume")
         if event.relation != self.budget.relation:
             raise DatalensError(f"a {event.relation} event cannot be charged to a {self.budget.relation} ledger")
         after = self.budget.pricing().epsilon([*self._events, event], self.budget.delta)
@@ -163,7 +207,7 @@ class Ledger:
             )
         fields = {"type": "charge", "number": len(self._events), "event": event.as_dict()}
         line, line_hash = _line(fields, self._hashes[-1])
-        self._broken = True  # until the line is on disk: whatever stops us, a reopened file tells what was charged
+        self._broken = True  # until the line is on disk: after an interruption, the reopened file has what was charged
         if self._file is not None:
             try:
                 written = self._file.write(line)
@@ -184,17 +228,27 @@ class Ledger:
             self._file.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise DatalensError("a ledger is not copied or sent to another process: both would spend all of its budget")
+        raise DatalensError("a ledger cannot be copied or sent to another process: both would spend its whole budget")
 
 
 def read_ledger(path: Path) -> tuple[Budget, tuple[Event, ...]]:
-    """Read without writing, strictly: a torn last line is an error here."""
+    """Read a ledger file strictly, without writing to it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The budget and all events.
+
+    Raises:
+        TamperedError: a line is malformed or breaks the hash chain, or the last one is incomplete.
+    """
     budget, events, _ = _parse(path.read_bytes(), path)
     return budget, tuple(events)
 
 
 def canonical_json(fields: dict[str, Any]) -> bytes:
-    """The bytes that are hashed: one spelling for one content."""
+    """Return the bytes that are hashed: one spelling for one content."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -214,7 +268,7 @@ def _parse(content: bytes, path: Path) -> tuple[Budget, list[Event], list[str]]:
     for number, raw in enumerate(content[:-1].split(b"\n")):
         try:
             fields = json.loads(raw)
-            # Every byte counts: the line must be exactly what we would have written.
+            # Every byte counts: the line must be exactly what this program would have written.
             expected, digest = _line({k: v for k, v in fields.items() if k not in ("hash", "previous")}, previous)
             if raw + b"\n" != expected:
                 raise TamperedError(f"{path}: line {number + 1} does not follow from the line before it")
@@ -259,7 +313,7 @@ def _parse_budget(fields: dict[str, Any]) -> Budget:
 
 
 def _open_alone(path: Path) -> IO[bytes]:
-    """The file at its end, for one writer at a time: two would each spend the whole budget."""
+    """Open the file at its end, with a lock: two writers would each spend the whole budget."""
     file = open(path, "r+b", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The gate. Everything that leaves the private side passes `release`, and is charged first."""
+"""The gate: mechanisms whose `release` every value that leaves the private side goes through. Each charges first."""
 
 import math
 from dataclasses import dataclass
@@ -25,17 +25,29 @@ from datalens.privacy.released import Released
 
 
 def charged(event: Charge, ledger: Ledger, *, cells: int) -> int:
-    """The number of the charge: durable before sum and noise meet, and refused before it would overspend.
+    """Charge an event and return the number of the charge, which is durable before sum and noise meet.
 
-    The noise has been drawn by then (`Held`) and there is room for what will be released, so that between the charge
-    and the journal there is one addition and one write, and little for a kill or a full disk to lose.
+    To be called after the noise was drawn (`Held`). Room for the released value is made before the charge. So only one
+    addition and one write come between the charge and the journal, and a kill or a full disk can lose little.
+
+    Args:
+        event: The event to charge.
+        ledger: The ledger to charge.
+        cells: How many numbers will be released.
+
+    Raises:
+        BudgetExceeded: the event does not fit into what is left of the budget.
+        DatalensError: there is no room for the value, or the ledger cannot be written.
     """
     ledger.make_room(cells)
     return ledger.charge(event)
 
 
 class Mechanism(Protocol):
-    """The one way out of the private side."""
+    """A mechanism: the only way out of the private side.
+
+    `release` charges the ledger for the sum of a step, and then returns it with noise.
+    """
 
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released: ...
 
@@ -44,8 +56,8 @@ class Mechanism(Protocol):
 class DiscreteGaussianSum:
     """Sum of bounded integer rows plus the exact discrete Gaussian N_Z(0, sigma²) on every coordinate.
 
-    Formal guarantees: see `DiscreteGaussianEvent`. Whole numbers from end to end, so no floating point to leak
-    through, and a law that is sampled exactly.
+    Formal guarantees: see `DiscreteGaussianEvent`. All arithmetic is in integers, so there is no floating-point leak,
+    and the noise is sampled exactly.
 
     | rows | released |
     |---|---|
@@ -54,7 +66,7 @@ class DiscreteGaussianSum:
     """
 
     noise: IntegerNoise
-    part: str = ""  # of the run, named in every charge
+    part: str = ""  # part of the run, named in every charge
 
     def __post_init__(self) -> None:
         if not 0 < self.noise.sigma <= MOST_NOISE:
@@ -63,7 +75,7 @@ class DiscreteGaussianSum:
     def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
         total = contributions.private_total.cpu().numpy()
         if not np.issubdtype(total.dtype, np.integer):
-            raise DatalensError("discrete noise is for sums of whole votes: use --noise gaussian with --compress topk")
+            raise DatalensError("discrete noise is for sums of integers: use --noise gaussian with --compress topk")
         event = DiscreteGaussianEvent(
             row_unit=contributions.row_unit,
             l2_bound=contributions.l2_bound,
@@ -77,7 +89,7 @@ class DiscreteGaussianSum:
             coordinates=total.size,
         )
         total = total.astype(np.int64)
-        noise = Held(self.noise.integers(total.size).reshape(total.shape))  # or there will be none, and no charge
+        noise = Held(self.noise.integers(total.size).reshape(total.shape))  # if this fails, nothing is charged
         number = charged(event, ledger, cells=total.size)
         value = total + noise.take()
         return Released(value=value, event=event, number=number)
@@ -87,10 +99,10 @@ class DiscreteGaussianSum:
 class GaussianSum:
     """Sum of bounded rows plus N(0, sigma²) on every coordinate (DataLens, Algorithm 3, line 7).
 
-    Formal guarantees: see `GaussianEvent`. Integer sums are released as integers: q + round(N) =
-    round(q + N), so rounding is post-processing of the real-valued mechanism, and the low bits of a
-    floating-point sum, through which Gaussian noise on a computer is known to leak (Mironov 2012),
-    are not there. Sums of real rows keep the floating-point caveat; the certificate says so.
+    Formal guarantees: see `GaussianEvent`. Integer sums are released as integers: q + round(N) = round(q + N), so
+    rounding is post-processing of the real-valued mechanism, and there are no low bits of a floating-point sum, through
+    which Gaussian noise on a computer is known to leak (Mironov 2012). For sums of real rows the floating-point caveat
+    applies; the certificate says so.
 
     | rows | released |
     |---|---|
@@ -132,8 +144,8 @@ class GaussianSum:
 class LaplaceVote:
     """Counts of ballots plus discrete Laplace noise on every count (PATE-GAN; Papernot et al. 2017).
 
-    Formal guarantees: see `LaplaceEvent`. A label is two counts, of which a changed ballot moves both, so with noise
-    Lap(1/λ) it is 2λ-DP, as published; here the sum over all labels is priced exactly.
+    Formal guarantees: see `LaplaceEvent`. A label has two counts, and a changed ballot moves both, so with noise
+    Lap(1/λ) it is 2λ-DP, as published. Here the composition over all labels is priced exactly.
     """
 
     noise: LaplaceNoise
@@ -141,7 +153,7 @@ class LaplaceVote:
 
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
         if not isinstance(votes, VoteCounts):
-            raise TypeError("Laplace noise is for counts of ballots: a row of another kind may move a count by more")
+            raise TypeError("Laplace noise is for counts of ballots: other rows may move a count by more than one")
         event = LaplaceEvent(
             row_unit=votes.row_unit,
             moved=min(2 * votes.queries, votes.cells),
@@ -161,15 +173,16 @@ class LaplaceVote:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidentGNMax:
-    """The answer most teachers chose, where enough of them seem to have (Papernot et al. 2018, Algorithm 1).
+    """The answer most teachers chose, for queries on which enough of them agree (Papernot et al. 2018, Algorithm 1).
 
-    Line 1: is the largest count plus N(0, sigma_check²) at least `threshold`? One ballot moves the largest count by at
-    most one, so over all queries by √queries. Line 2: of those that pass, the answer with the largest count plus
-    N(0, sigma²) on every count; a ballot moves these by √(2·passed). The check is charged for every query, the answer
-    for those that pass. Gaussian charges may depend on what was released before (see `Accountant`).
+    Line 1: is the largest count plus N(0, sigma_check²) at least `threshold`? One ballot moves the largest count of a
+    query by at most one, so all of them by at most √queries. Line 2: for queries that pass, the answer with the largest
+    count after N(0, sigma²) was added to every count; one ballot moves these counts by at most √(2·passed). The check
+    is charged for every query, the answer for those that pass. Gaussian charges may depend on earlier releases (see
+    `Accountant`).
 
-    Released: the number of the answer, [queries], −1 where the check failed. Noise is rounded to whole numbers, which
-    is post-processing.
+    The released value is the number of the answer, [queries], or −1 where the check failed. Noise is rounded to
+    integers, which is post-processing.
     """
 
     sigma_check: float
@@ -185,7 +198,7 @@ class ConfidentGNMax:
 
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
         if not isinstance(votes, VoteCounts):
-            raise TypeError("the largest count of anything but ballots may move by more than one")
+            raise TypeError("confident GNMax is for counts of ballots: other rows may move a count by more than one")
         facts = (self.noise.origin, step, self.part)
         check = confident_check(ledger.budget.relation, votes.queries, self.sigma_check, *facts)
         total = votes.private_total.cpu().numpy().astype(np.int64)  # [queries, answers]
@@ -209,15 +222,17 @@ class ConfidentGNMax:
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdParty:
-    """A mechanism somebody else wrote: code inside the gate, which the certificate names. What can be checked, is.
+    """A wrapper around a mechanism from another package, which is code inside the gate and named in the certificate.
 
-    | it | |
+    It checks what can be checked from outside:
+
+    | the mechanism | result |
     |---|---|
-    | charged nothing, or not exactly once | refused, and lost |
+    | did not charge exactly once | the release is refused, and what was charged is lost |
     | charged for other rows, noise (also another law or origin), step or relation than these | the same |
-    | named a part of the run, which it knows nothing of | the same |
+    | named a part of the run, of which it cannot know | the same |
     | released more numbers, or fewer, than these rows have | the same |
-    | drew its noise before the charge, or too little | cannot be seen from here |
+    | drew its noise before the charge, or drew too little noise | cannot be detected here |
     """
 
     mechanism: Mechanism
@@ -231,13 +246,13 @@ class ThirdParty:
         charged = ledger.events[before:]
         expected = (contributions.row_unit, contributions.l2_bound, contributions.diameter, self.sigma, step)
         if len(charged) != 1 or not isinstance(released, Released) or released.number != before:
-            raise DatalensError("--mechanism: the plug-in released something without charging for it, once: not used")
+            raise DatalensError("--mechanism: the plug-in did not charge exactly once for its release: not used")
         event = charged[0]
         if released.event != event or not isinstance(event, GaussianEvent):
             raise DatalensError("--mechanism: the plug-in was charged for another event than it released: not used")
         if (event.row_unit, event.l2_bound, event.diameter, event.sigma, event.step) != expected or event.part:
             raise DatalensError("--mechanism: the plug-in was charged for other rows or noise than these: not used")
-        cells = contributions.cells if isinstance(self.noise, IntegerNoise) else None  # counted for exact noise alone
+        cells = contributions.cells if isinstance(self.noise, IntegerNoise) else None  # only exact noise states it
         if (event.noise, getattr(event, "coordinates", None)) != (self.noise.origin, cells):
             raise DatalensError("--mechanism: the plug-in was charged for another law or origin of noise: not used")
         if np.shape(released.value) != tuple(contributions.private_total.shape):
@@ -248,24 +263,34 @@ class ThirdParty:
 
 
 def release_unprotected(ledger: Ledger, *, origin: NoiseOrigin) -> int:
-    """No gate at all: whatever is learned from the records from here on may leave as it is, at the price of infinity.
+    """Charge once for releasing anything learned from the records, without a gate. The price is infinite.
 
-    Charged once, before the first record is used; a ledger with a finite budget refuses.
+    To be called before the first record is used.
+
+    Args:
+        ledger: The ledger to charge.
+        origin: Noise origin that the event states.
+
+    Returns:
+        Number of the charge.
+
+    Raises:
+        BudgetExceeded: the ledger's budget is finite.
     """
     return ledger.charge(unprotected(ledger.budget.relation, origin=origin))
 
 
 def make_mechanism(sigma: float, noise: NoiseSource | IntegerNoise, *, part: str = "") -> Mechanism:
-    """The gate that goes with a source of noise.
+    """Return the mechanism that goes with a source of noise.
 
     Args:
-        sigma: The width of the noise on every coordinate.
-        noise: Of whole numbers, which makes the gate the discrete one, or of real ones.
+        sigma: Standard deviation of the noise on every coordinate.
+        noise: A source of integer noise, for `DiscreteGaussianSum`, or of real noise, for `GaussianSum`.
         part: The part of the run that its charges name, where the run has several kinds of release.
 
     Raises:
-        DatalensError: no gate has noise of this width.
-        ValueError: this noise has another width.
+        DatalensError: sigma is out of range.
+        ValueError: the integer noise was made for another sigma.
     """
     if not isinstance(noise, IntegerNoise):
         return GaussianSum(sigma=sigma, noise=noise, part=part)

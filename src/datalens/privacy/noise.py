@@ -1,6 +1,7 @@
-"""Where privacy noise comes from: the operating system, and for tests a seed that voids the guarantee.
+"""Sources of privacy noise: the operating system, and, for tests, a seed, which voids the guarantee.
 
-Two laws: standard normals in float64, and the exact discrete Gaussian, made by OpenDP where that is installed.
+There are two laws: standard normals in float64, and the exact discrete Gaussian, sampled by OpenDP if it is installed.
+(Discrete Laplace noise for counts of ballots is sampled here.)
 """
 
 import contextlib
@@ -23,30 +24,30 @@ from datalens.privacy import exact
 from datalens.privacy.events import NoiseLaw, NoiseOrigin
 from datalens.privacy.owned import Owned
 
-# So few exact draws take less time than the process that would make them ahead takes to start.
+# Up to this many exact draws take less time than starting the process that would draw them ahead.
 FEW_DRAWS = 30_000
 
 
 class NoiseSource(Protocol):
-    """Standard normal draws, each used once. `origin` goes into every event, ledger and certificate."""
+    """A source of standard normal draws, each used once. `origin` goes into every event, ledger and certificate."""
 
     @property
     def origin(self) -> NoiseOrigin: ...
 
     def standard_normal(self, count: int) -> np.ndarray: ...
 
-    def words(self, count: int) -> np.ndarray: ...  # whole numbers below 2³², all as likely: for secret choices
+    def words(self, count: int) -> np.ndarray: ...  # uniform integers below 2³², for secret choices
 
 
 class SecretSource(NoiseSource, Protocol):
-    """And secret choices."""
+    """A noise source that can also choose in secret: `below(count)` is uniform on 0 … count−1."""
 
     def below(self, count: int) -> int: ...
 
 
 @runtime_checkable
 class IntegerNoise(Protocol):
-    """Draws of the discrete Gaussian N_Z(0, sigma²), each used once."""
+    """A source of draws of the discrete Gaussian N_Z(0, sigma²), each used once."""
 
     @property
     def origin(self) -> NoiseOrigin: ...
@@ -55,16 +56,16 @@ class IntegerNoise(Protocol):
     def sigma(self) -> float: ...
 
     def check(self) -> None:
-        """Raise if no draws can come: for a plug-in that draws after its charge, which should not be wasted."""
+        """Raise if the source cannot draw. Called before a charge that a missing draw would waste."""
 
     def integers(self, count: int) -> np.ndarray: ...
 
 
 class Held:
-    """Noise drawn ahead of the charge that pays for it, so that nothing slow comes between charge and release.
+    """Noise that is drawn before its charge, so that nothing slow happens between charge and release.
 
-    It depends on no record. It lies in this process's memory and is never written to disk, it is handed out once, and
-    only to the process that drew it: the child of a fork has none, and it is not copied or sent.
+    It depends on no record. It is kept in the memory of this process and never written to disk. It is handed out once,
+    and only in the process that drew it: a forked child cannot take it, and it cannot be copied or sent.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -72,16 +73,20 @@ class Held:
         self._process = os.getpid()
 
     def take(self) -> np.ndarray:
-        """The draws, after the charge."""
+        """Return the draws. To be called once, after the charge.
+
+        Raises:
+            DatalensError: they were taken before, or this is a forked child.
+        """
         if os.getpid() != self._process:
             raise DatalensError("noise drawn ahead belongs to the process that drew it: no other may use it too")
         try:
-            return self._values.pop()  # one step, so of two threads one gets it
+            return self._values.pop()  # atomic, so that only one of two threads gets it
         except IndexError:
-            raise DatalensError("noise is used once, and this was used: draw again") from None
+            raise DatalensError("noise can be used only once, and this noise was used: draw again") from None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise DatalensError("noise drawn ahead is not copied, kept or sent to another process: both would use it")
+        raise DatalensError("noise drawn ahead cannot be copied, stored or sent to another process: it is for one use")
 
 
 class SecureNoise:
@@ -93,7 +98,7 @@ class SecureNoise:
         return _box_muller(os.urandom(16 * ((count + 1) // 2)), count)
 
     def below(self, count: int) -> int:
-        """0 … count−1, each as likely."""
+        """Return a uniform integer in 0 … count−1."""
         return secrets.randbelow(count)
 
     def words(self, count: int) -> np.ndarray:
@@ -101,7 +106,7 @@ class SecureNoise:
 
 
 class SeededNoise:
-    """Reproducible noise, for tests and debugging. Whoever knows the seed can subtract it: NOT PRIVATE."""
+    """Reproducible noise, for tests and debugging. NOT PRIVATE: whoever knows the seed can subtract it."""
 
     origin: NoiseOrigin = "seeded"
 
@@ -119,9 +124,13 @@ class SeededNoise:
 
 
 class LaplaceNoise:
-    """Discrete Laplace noise, P[z] proportional to exp(−|z|/scale), sampled exactly with whole numbers.
+    """Discrete Laplace noise, P[z] proportional to exp(−|z|/scale), sampled exactly with integer arithmetic.
 
-    From the operating system, or NOT PRIVATE from a seed. Some 20 µs a draw.
+    About 20 µs per draw.
+
+    Args:
+        scale: Scale of the noise.
+        seed: None for the operating system's generator. NOT PRIVATE with a seed.
     """
 
     def __init__(self, scale: float, seed: int | None = None) -> None:
@@ -138,7 +147,7 @@ class LaplaceNoise:
 
 
 def _discrete_laplace(t: int, s: int, draw: random.Random) -> int:
-    """Of scale t/s (Canonne, Kamath, Steinke 2020, Algorithm 2). Only uniform whole numbers are drawn."""
+    """Draw once with scale t/s (Canonne, Kamath, Steinke 2020, Algorithm 2), from uniform integers only."""
     while True:
         u = draw.randrange(t)
         if not _bernoulli_exp(u, t, draw):
@@ -148,12 +157,12 @@ def _discrete_laplace(t: int, s: int, draw: random.Random) -> int:
             v += 1
         size = (u + t * v) // s
         negative = draw.randrange(2) == 1
-        if size > 0 or not negative:  # zero is drawn by one sign only
+        if size > 0 or not negative:  # zero must be counted for one sign only
             return -size if negative else size
 
 
 def _bernoulli_exp(a: int, b: int, draw: random.Random) -> bool:
-    """True with probability exp(−a/b), for a <= b (the same, Algorithm 1)."""
+    """Return True with probability exp(−a/b), for a <= b (the same paper, Algorithm 1)."""
     k = 1
     while draw.randrange(b * k) < a:
         k += 1
@@ -161,7 +170,7 @@ def _bernoulli_exp(a: int, b: int, draw: random.Random) -> bool:
 
 
 def _box_muller(entropy: bytes, count: int) -> np.ndarray:
-    """Two 64-bit uniforms give two normals in float64. Uniforms in (0, 1]: the tail reaches 9.4 sigma."""
+    """Turn pairs of 64-bit uniforms in (0, 1] into pairs of float64 normals, whose tail ends at 9.4 sigma."""
     uniforms = (np.frombuffer(entropy, dtype=np.uint64).astype(np.float64) + 1.0) * 2.0**-64
     half = len(uniforms) // 2
     radius = np.sqrt(-2.0 * np.log(uniforms[:half]))
@@ -173,7 +182,17 @@ def _box_muller(entropy: bytes, count: int) -> np.ndarray:
 def open_noise(
     law: NoiseLaw, sigma: float, *, draws: int, seed: int | None = None
 ) -> Iterator[NoiseSource | IntegerNoise]:
-    """The noise of a run. `draws`: about how many it will take; `seed`: NOT PRIVATE."""
+    """Open the noise source of a run, as a context manager.
+
+    Args:
+        law: Distribution of the noise.
+        sigma: Its standard deviation (for the discrete Gaussian; standard normals are scaled by the mechanism).
+        draws: About how many draws the run will need. If they are many, a second process draws them ahead.
+        seed: None for the operating system's generator. NOT PRIVATE with a seed, and used for Gaussian noise only.
+
+    Raises:
+        DatalensError: OpenDP is needed and does not work.
+    """
     if law == "gaussian":
         yield SecureNoise() if seed is None else SeededNoise(seed)
     elif draws <= FEW_DRAWS:
@@ -193,7 +212,11 @@ def opendp_installed() -> bool:
 
 
 class ExactNoise:
-    """Discrete Gaussian noise from OpenDP, drawn when it is asked for. About 13 µs a draw of one core."""
+    """Discrete Gaussian noise from OpenDP, drawn on demand. About 13 µs per draw on one core.
+
+    Raises:
+        DatalensError: OpenDP is missing or does not work.
+    """
 
     origin: NoiseOrigin = "operating-system"
 
@@ -201,7 +224,7 @@ class ExactNoise:
         self.sigma = sigma
         try:
             self._draw = exact.sampler(sigma)
-        except Exception as error:  # missing, or of a version that calls things otherwise
+        except Exception as error:  # OpenDP is missing, or its version has another API
             raise DatalensError(
                 f"the exact noise needs OpenDP, which does not work here ({_one_line(error)}): {_ADVICE}"
             ) from error
@@ -214,11 +237,11 @@ class ExactNoise:
 
 
 class DrawnAhead(Owned):
-    """The same noise, drawn ahead by a process of its own: the run does not wait for it, given a second core.
+    """The same noise, drawn ahead by a second process, so that the run does not wait for it (given a second core).
 
-    The process writes to a pipe (see `exact.py`) and ends when this one closes it or ends, however it ends. Ctrl-C does
-    not reach it. What this process has not asked for yet lies in the pipe, so a fork copies no draw, and in the
-    child of a fork the source refuses to be used. Threads take turns: each reads whole draws.
+    The second process writes to a pipe (see `exact.py`). It ends when this process closes the pipe or ends, in whatever
+    way; Ctrl-C does not reach it. Draws that were not requested yet are in the pipe, so a fork copies none of them, and
+    a forked child cannot use the source. Threads take turns: each reads whole draws.
     """
 
     origin: NoiseOrigin = "operating-system"
@@ -231,8 +254,8 @@ class DrawnAhead(Owned):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,  # not one draw in a buffer of ours
-            start_new_session=True,  # a Ctrl-C in the terminal is for the run, which may need noise to end well
+            bufsize=0,  # no draw may lie in a buffer of this process, which a fork would copy
+            start_new_session=True,  # Ctrl-C is for the run, which may need noise to end cleanly
         )
         assert self._process.stdout is not None
         self._pipe = self._process.stdout.fileno()
@@ -245,12 +268,12 @@ class DrawnAhead(Owned):
         self.close()
 
     def check(self) -> None:
-        """Wait for the first draws, or say why there will be none."""
+        """Wait until the first draws are there, or raise the reason why there will be none."""
         with self._alone():
             self._check_open()
             waiting = select.poll()
             waiting.register(self._pipe, select.POLLIN)
-            if not waiting.poll()[0][1] & select.POLLIN:  # the other end was closed, and nothing is left
+            if not waiting.poll()[0][1] & select.POLLIN:  # the other end was closed, and the pipe is empty
                 raise self._failure()
 
     def integers(self, count: int) -> np.ndarray:
@@ -267,7 +290,7 @@ class DrawnAhead(Owned):
                     raise self._failure()
                 content += piece
         except BaseException:
-            self.close()  # what was read is gone with the error: nobody shall go on from the middle of a draw
+            self.close()  # what was read is lost with the error, and the next read could begin in the middle of a draw
             raise
         return np.frombuffer(bytes(content), dtype=np.int64)
 
@@ -294,7 +317,7 @@ class DrawnAhead(Owned):
 
 
 def _enlarge(pipe: int) -> None:
-    """Room for 131,072 draws, about two seconds' worth, where the system grants it; else the usual 8,192."""
+    """Enlarge a pipe from the default 8,192 draws to 131,072, about two seconds' worth, if the system allows it."""
     import fcntl
 
     with contextlib.suppress(OSError, AttributeError):

@@ -1,6 +1,6 @@
-"""What is paid for, and the right to pay: one process has it, one thread at a time uses it, and nobody copies it.
+"""A base class for objects that hold releases already charged: bound to one process, locked, and not copyable.
 
-A block of steps that were charged ahead, in a forked child or in a copy, would be used up twice for one charge.
+In a forked child, or in a copy, a block of steps that was charged ahead would be used twice for one charge.
 """
 
 import contextlib
@@ -13,22 +13,27 @@ from datalens.errors import DatalensError
 
 
 class Owned:
-    """To be inherited; every use is made `with self._alone()`."""
+    """Base class that binds an object to the process that made it. Subclasses wrap every use in `with self._alone()`.
+
+    Raises:
+        DatalensError: on use in another process (after a fork), and on pickling or copying.
+    """
 
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.RLock()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        if os.getpid() != self._owner:  # first: after a fork the lock may be held by a thread that is not there
+        # Checked before the lock is taken: after a fork it may be held by a thread that does not exist here.
+        if os.getpid() != self._owner:
             raise DatalensError(
-                f"this {type(self).__name__} belongs to the process that made it, and what was paid for is used there "
-                "only: make another here, with a ledger of its own, and count both"
+                f"this {type(self).__name__} belongs to the process that made it, and what it was charged for can be "
+                "used only there: make another one here, with its own ledger, and count both"
             )
         with self._lock:
             yield
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DatalensError(
-            f"a {type(self).__name__} is not copied or sent to another process: both would use what was paid for once"
+            f"a {type(self).__name__} cannot be copied or sent to another process: both copies would use one charge"
         )

@@ -1,4 +1,4 @@
-"""The type that carries the guarantee: only what is `Released` may reach a student."""
+"""The type that carries the guarantee: only `Released` values may reach a student."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from datalens.privacy.events import Charge
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """A value that went through the gate, and the event that paid for it. Built only in `privacy/`."""
+    """A value that went through the gate, with the event it was charged as. Constructed only in `privacy/`."""
 
     value: np.ndarray  # [queries, d], integers for votes
     event: Charge
-    number: int  # of the charge in the ledger
+    number: int  # index of the charge in the ledger

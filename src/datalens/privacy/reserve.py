@@ -1,4 +1,4 @@
-"""What a run can charge at most, as events, and what events of several runs cost together."""
+"""Upper bounds on what a run can charge, as events, and the joint price of the events of several runs."""
 
 import dataclasses
 import math
@@ -18,53 +18,60 @@ from datalens.privacy.events import (
 )
 from datalens.privacy.ledger import Budget
 
-Counted = tuple[tuple[Charge, int], ...]  # (event, how many times)
+Counted = tuple[tuple[Charge, int], ...]  # (event, multiplicity)
 
-# Sigma of the one event that stands for all Gaussian releases of a run: so wide that its mu² is 2·rho, to the last bit.
+# Sigma of the single event that stands for all Gaussian releases of a run: so large that its mu² is 2·rho to the last
+# bit.
 _WIDE = 1e9
-_CELLS = 2**50  # and the numbers in it: more than any run releases
+_CELLS = 2**50  # coordinates of that event: more numbers than any run releases
 
 
 def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, AccountantName]:
-    """ε of all of it at this δ, and whose ε that is."""
+    """Return the lowest ε of all charges together at this δ, and the accountant that computed it.
+
+    Args:
+        charges: (event, multiplicity) of all runs together.
+        delta: δ at which ε is computed.
+    """
     plain = all(isinstance(event, GaussianEvent) for event, _ in charges)
     found: list[tuple[float, AccountantName]] = []
     for name in ("exact",) if plain else ("rdp-improved", "prv"):
         try:
             found.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
-        except DatalensError:  # not for this mix, or not installed
+        except DatalensError:  # this accountant does not price the mix, or its library is not installed
             continue
-    if not found:  # coarse discrete noise beside other noise
+    if not found:  # discrete noise below LEAST_SMOOTH together with other noise
         found.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
     return min(found)
 
 
 def may_follow(charges: Sequence[tuple[Charge, int]]) -> bool:
-    """Whether what some of these showed may decide about the next: their price adds up in one number, by one rule.
+    """Return whether later charges may be chosen adaptively, by what earlier ones released.
 
-    It does for Gaussian noise, and for coarse discrete noise alone (zCDP); a filter that changes its rule is none.
+    That needs a privacy filter: a price that adds up in one number, by one rule. Gaussian noise has one, and so does
+    coarse discrete noise (sigma below `LEAST_SMOOTH`) by itself, as zCDP. A filter that changes its rule is not valid.
     """
     coarse = {isinstance(event, DiscreteGaussianEvent) and not event.smooth for event, _ in charges}
     return len(coarse) < 2 and all(isinstance(event, GaussianEvent) for event, _ in charges)
 
 
 def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget, *, final: Collection[str] = ()) -> Counted:
-    """The most that a ledger with this budget lets a run of these parts charge.
+    """Return the most that a ledger with this budget lets a run with these parts charge.
 
-    An interruption loses releases that were charged, and they are asked and charged again, as long as the run's own
-    budget lasts. So it is not the plan that is reserved.
+    This can be more than the plan: releases that were charged and then lost in an interruption are charged again, as
+    long as the run's own budget lasts. So the reservation is for this bound, not for the plan.
 
     Args:
-        parts: (event, how many times) of the whole plan.
-        budget: The run's own.
-        final: Names of parts of a mix whose gate charges what is planned, and no more (`GradientGate`).
+        parts: (event, multiplicity) of the whole plan.
+        budget: The run's own budget.
+        final: Names of parts of a mix whose gate never charges more than the plan (`GradientGate`).
 
     Returns:
-        Events that cost, beside any others, at least what any ledger that this run can leave behind does.
+        Events that, together with any others, cost at least as much as any ledger that this run can leave behind.
 
     Raises:
         BudgetExceeded: the plan does not fit into the run's own budget.
-        DatalensError: what may be charged at most cannot be said.
+        DatalensError: no upper bound is known for this mix of events.
     """
     accountant = budget.pricing()
 
@@ -76,8 +83,8 @@ def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget, *, final: 
     gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent)]
     smooth = all(event.smooth for event in gaussian if isinstance(event, DiscreteGaussianEvent))
     if len(gaussian) == len(parts) and smooth:
-        # mu² adds up to whatever the budget holds. By RDP discrete noise counts as less than the Gaussian behind it.
-        # What pld takes costs no more by the exact curve, which is quicker to ask.
+        # mu² can add up to all that the budget allows. RDP prices discrete noise lower than the Gaussian that it is
+        # post-processing of, hence `more`. What pld accepts costs no more by the exact curve, which is faster.
         accountant = Accountant(name="exact") if accountant.name == "pld" else accountant
         more = 1.0
         if accountant.name != "exact":
@@ -86,8 +93,8 @@ def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget, *, final: 
         return ((all_of_it(mu * math.sqrt(more), budget.relation), 1),)
     if not smooth and len(parts) != 1:
         raise DatalensError(
-            f"discrete noise below sigma {LEAST_SMOOTH:g} beside other releases: what this method may charge at most "
-            "cannot be reserved"
+            f"discrete noise below sigma {LEAST_SMOOTH:g} together with other releases cannot be reserved, since the "
+            "most that they may charge is not known: use --noise gaussian, or a smaller --epsilon"
         )
     if not fits(parts):
         raise BudgetExceeded(f"the plan itself does not fit into {budget.describe(budget.epsilon)}")
@@ -98,15 +105,15 @@ def most_charged(parts: Sequence[tuple[Charge, int]], budget: Budget, *, final: 
 
 
 def _most_of_a_mix(parts: Sequence[tuple[Charge, int]], budget: Budget, final: Collection[str]) -> Counted:
-    """Every kind at the most that the ledger can take of it, as if it took nothing else.
+    """Return, for every kind of release, the most that the ledger can hold of it if it holds nothing else.
 
-    Releases of one kind leave less for the others, never more; so whatever the ledger holds in the end, it holds no
-    more of any kind than this. It is more than one ledger can hold of all of them: a run whose parts are `final` as far
-    as they can be sets aside less.
+    Releases of one kind leave less budget for the others, never more. So whatever the ledger holds in the end, it holds
+    no more of any kind than this. Together the maxima are more than one ledger can hold; parts named in `final` are
+    counted as planned, which makes the reservation smaller.
 
     - Gaussian: whatever the accountant, its price of the whole is at least the exact price of the Gaussian part.
-    - Others: as many as cost ε alone, by the budget's accountant, and its own error: where a table is coarser, the
-      price of a mix may be nearer to the truth than the price of one kind.
+    - Others: as many as cost ε by themselves, by the budget's accountant, plus its own error: where a table is coarser,
+      the price of a mix may be closer to the truth than the price of one kind.
     """
     accountant, exact = budget.pricing(), Accountant(name="exact")
 
@@ -117,7 +124,7 @@ def _most_of_a_mix(parts: Sequence[tuple[Charge, int]], budget: Budget, final: C
     counted = [(event, times) for event, times in parts if event.part in final]
     gaussian = [event for event, _ in parts if isinstance(event, GaussianEvent) and event.part not in final]
     if gaussian:
-        # By RDP discrete noise counts as less than the Gaussian behind it, see above.
+        # RDP prices discrete noise lower than the Gaussian behind it, as in `most_charged`.
         more = max([event.mu * event.mu / (2 * event.rho) for event in gaussian if event.rho > 0], default=1.0)
         mu = exact.mu_budget(budget.epsilon, budget.delta)
         counted.append((all_of_it(mu * math.sqrt(more), budget.relation), 1))
@@ -128,7 +135,13 @@ def _most_of_a_mix(parts: Sequence[tuple[Charge, int]], budget: Budget, final: C
 
 
 def most_times(event: Charge, times: int, fits: Callable[[Sequence[tuple[Charge, int]]], bool]) -> int:
-    """How often an event fits, `times` and more: the last of a row of numbers that all do."""
+    """Return how often an event fits into a budget: `times`, or as many more as the search finds to fit.
+
+    Args:
+        event: The event.
+        times: A multiplicity that fits.
+        fits: Whether charges fit into the budget.
+    """
     step = 1
     while fits([(event, times + step)]):
         times, step = times + step, 2 * step
@@ -139,6 +152,7 @@ def most_times(event: Charge, times: int, fits: Callable[[Sequence[tuple[Charge,
 
 
 def all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:
+    """Return the one discrete Gaussian event that stands for all Gaussian releases of a run with this mu in total."""
     moved = mu * math.sqrt(_WIDE * _WIDE - 4)
     facts: dict[str, Any] = {"row_unit": "record", "relation": relation, "noise": "operating-system"}
     facts |= {"l2_bound": moved, "diameter": moved, "sigma": _WIDE, "queries": 0, "step": 0, "coordinates": _CELLS}
@@ -146,7 +160,12 @@ def all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:
 
 
 def largest(holds: Callable[[float], bool], *, digits: float = 1e-15) -> float:
-    """The largest x >= 0 for which a falling condition holds, from below."""
+    """Return the largest x >= 0 for which `holds(x)`, approached from below.
+
+    Args:
+        holds: A monotone condition: once false, it stays false for larger x.
+        digits: Relative precision.
+    """
     low, high = 0.0, 1.0
     while holds(high) and high < 1e12:
         low, high = high, 2 * high
@@ -156,6 +175,8 @@ def largest(holds: Callable[[float], bool], *, digits: float = 1e-15) -> float:
 
 
 def with_noise(charges: Counted, factor: float) -> Counted:
+    """Return the same charges with all noise scaled by `factor`."""
+
     def more(event: Charge) -> Charge:
         if isinstance(event, LaplaceEvent):
             return dataclasses.replace(event, scale=event.scale * factor)

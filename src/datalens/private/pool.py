@@ -1,4 +1,4 @@
-"""All records together, for methods without shares: images, labels, and batches of them."""
+"""All records in one pool, for methods without shares: images, labels, and batches of them."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +12,7 @@ from datalens.progress import bar
 
 
 class Pool:
-    """Images as bytes, where they fit (see `shares.Rows`), and labels. `count` is private under add/remove."""
+    """The images of all records, as bytes, and their labels. `shares.Rows` decides where the images are stored."""
 
     def __init__(self, rows: Rows, labels: Tensor, *, fingerprint: int) -> None:
         self._rows = rows.close()
@@ -21,7 +21,7 @@ class Pool:
 
     @classmethod
     def gather(cls, records: Records, *, device: torch.device) -> "Pool":
-        """Read the stream once."""
+        """Read the stream once and keep all records."""
         schema = records.schema
         rows = Rows(torch.Size(schema.shape), torch.uint8, device, capacity=schema.nominal_size)
         labels, fingerprint = [np.zeros(0, np.int64)], 0
@@ -40,15 +40,16 @@ class Pool:
 
     @property
     def count(self) -> int:
+        """How many records there are. Private under add/remove."""
         return len(self._labels)
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All records, some at a time: images as bytes [n, c, h, w], and labels [n]. At least one chunk, if empty."""
+        """Yield all records in chunks: images as bytes [n, c, h, w], and labels [n]. Always at least one chunk."""
         for start in range(0, max(self.count, 1), size):
             index = torch.arange(start, min(start + size, self.count), device=self._labels.device)
             yield self._rows.take(index + 1), self._labels[index]
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Records `index` [n], counted from 0: images [n, c, h, w] in [0, 1], and labels [n]."""
+        """Return the records at these positions, [n] from 0: images [n, c, h, w] in [0, 1], and labels [n]."""
         index = index.to(self._labels.device)
         return self._rows.take(index + 1).to(torch.float32) / 255, self._labels[index]

@@ -1,7 +1,7 @@
-"""The records, laid out share after share, and the batches teachers draw from their own share.
+"""The records, indexed by share, and the batches that teachers draw from their own share.
 
-Rows of features lie on the device where all of them fit, else in memory, else in a temporary file that has no name
-and is read through a memory map. Where they lie changes no value.
+Rows of features are stored on the device if all of them fit, otherwise in memory, otherwise in an unnamed temporary
+file that is read through a memory map. Where they are stored changes no value.
 """
 
 import errno
@@ -21,7 +21,7 @@ from datalens.private.partition import Partition, Rule
 from datalens.progress import bar
 from datalens.public import streams
 
-SPILL_BYTES = 2 * 2**30  # of rows in memory, beyond which they go to a file
+SPILL_BYTES = 2 * 2**30  # rows that take more memory than this go to a file
 DEVICE_PART = 4  # rows may take a quarter of a GPU's memory; teachers take half
 
 FINGERPRINT_MODULUS = 2**256
@@ -30,8 +30,8 @@ FINGERPRINT_MODULUS = 2**256
 class Shares:
     """Features and labels of the records of some teachers, indexed by (teacher, position in its share).
 
-    `numbers`: the teachers whose records are here, by their number among all. Everywhere else teachers are
-    given by that number too, so that a teacher draws the same batch on whatever machine it lives.
+    `numbers` are the teachers whose records are here, numbered among all teachers. All methods take these numbers too,
+    so that a teacher draws the same batch on whatever machine it is.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Shares:
         seen: int | None = None,
         fingerprint: int = 0,
     ) -> None:
-        """One row of features and one label a record, in the order of `partition.share`."""
+        """Index the records: one row of features and one label per record, in the order of `partition.share`."""
         rows = features if isinstance(features, Rows) else Rows.of(features)
         numbers = range(partition.teachers) if numbers is None else numbers
         device, local = rows.device, partition.share - numbers.start
-        # Share after share, within a share in the order they came; rows stay where they are and an index finds them.
+        # Share after share, within a share in the order of the stream. Rows are not moved: an index points to them.
         order = torch.from_numpy(np.argsort(local, kind="stable")).to(device)
-        # Row 0 stands in for the record an empty share does not have, so that no index can
-        # reach into a neighbour's share. What a teacher makes of it is masked before it votes.
+        # An empty share reads row 0, so that no index can point into another share. What a teacher computes from it is
+        # masked before it votes.
         self._rows = rows.close()
         self._place = torch.cat([order.new_zeros(1), order + 1])
         self._labels = torch.cat([labels.new_zeros(1), labels[order]])
@@ -60,7 +60,7 @@ class Shares:
         self._starts = torch.from_numpy(np.cumsum(sizes) - sizes + 1).to(device)
         self.numbers = numbers
         self.device = device
-        self.seen = len(labels) if seen is None else seen  # records in the stream, of all teachers; private
+        self.seen = len(labels) if seen is None else seen  # records in the stream, for all teachers; private
         self.fingerprint = fingerprint
 
     @classmethod
@@ -73,9 +73,17 @@ class Shares:
         features: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> "Shares":
-        """Read the stream once and keep what the teachers in `numbers` (all by default) see.
+        """Read the stream once and keep the records of some teachers.
 
-        `features` maps uint8 [b, h, w, c] on the device to rows; it must treat every record by itself.
+        Args:
+            records: The stream.
+            rule: Assigns records to teachers.
+            numbers: The teachers whose records are kept; by default all.
+            features: Maps uint8 [b, h, w, c] on the device to rows. It must treat every record by itself.
+            device: Where rows are stored if they fit.
+
+        Raises:
+            DatalensError: the rule needs fixed positions, and the records have none.
         """
         numbers = range(rule.teachers) if numbers is None else numbers
         _check_numbers(numbers, rule.teachers)
@@ -92,7 +100,7 @@ class Shares:
             return np.where((answer >= numbers.start) & (answer < numbers.stop), answer, -1)
 
         schema = records.schema
-        # By public facts, like everything that is decided here: how many records there really are is private.
+        # From public facts, like every decision here: the true number of records is private.
         expected = schema.nominal_size * len(numbers) // rule.teachers + 1
         pixels = torch.zeros(1, schema.height, schema.width, schema.channels, dtype=torch.uint8, device=device)
         example = features(pixels)
@@ -103,7 +111,7 @@ class Shares:
                     rows.append(features(torch.from_numpy(block.images).to(device)))
                     labels.append(block.labels)
                     share.append(block.share)
-                    part = block_fingerprint(block, shared=True)  # with other ids a record has another teacher
+                    part = block_fingerprint(block, shared=True)  # includes shares, which other ids would change
                     fingerprint = (fingerprint + part) % FINGERPRINT_MODULUS
         return cls(
             rows,
@@ -116,24 +124,25 @@ class Shares:
 
     @property
     def teachers(self) -> int:
+        """How many teachers have their records here."""
         return len(self.numbers)
 
     @property
     def count(self) -> int:
-        """Records kept. Private under add/remove."""
+        """How many records are kept. Private under add/remove."""
         return len(self._labels) - 1
 
     @property
     def in_file(self) -> bool:
-        """Whether the rows went to a temporary file."""
+        """Whether the rows are in a temporary file."""
         return self._rows.in_file
 
     def occupied(self, teachers: Tensor) -> Tensor:
-        """[chunk] bool: whether the teacher has any record at all."""
+        """Return whether each teacher has any record: [chunk] bool."""
         return self._sizes[teachers - self.numbers.start] > 0
 
     def batch(self, teachers: Tensor, *, size: int, seed: int, step: int, draw: int) -> tuple[Tensor, Tensor]:
-        """[chunk, size, …] features and [chunk, size] labels, drawn with replacement from each teacher's share."""
+        """Draw a batch with replacement from each teacher's share: features [chunk, size, …], labels [chunk, size]."""
         local = teachers - self.numbers.start
         draws = streams.uniform(seed, "batch", step, draw, teachers=teachers, count=size)
         sizes = self._sizes[local].unsqueeze(1)
@@ -143,9 +152,11 @@ class Shares:
 
 
 def block_fingerprint(block: Block, *, shared: bool = False) -> int:
-    """The sum of the records' hashes, as a number: sums over blocks, or machines, add up to that of the whole set.
+    """Return the sum of the records' hashes, as a number. Sums over blocks or machines add up to that of the whole set.
 
-    `shared`: and of whose they are, as far as `choose` answered that.
+    Args:
+        block: The records.
+        shared: Whether the hash of a record includes its share (or person).
     """
     total = 0
     for index, label, share, image in zip(block.index, block.labels, block.share, block.images, strict=True):
@@ -161,10 +172,10 @@ def _check_numbers(numbers: range, teachers: int) -> None:
 
 
 class Rows:
-    """Rows that are appended, then taken by number; row 0 is all zeros.
+    """A table of rows that are appended, and then read by number. Row 0 is all zeros.
 
-    On the GPU where `capacity` rows, the expected number, fit there; else in memory until they pass SPILL_BYTES,
-    and from then on in an unlinked temporary file that only this process can read.
+    It is on the GPU if `capacity` rows, the expected number, fit there. Otherwise it is in memory until it passes
+    SPILL_BYTES, and from then on in an unlinked temporary file that only this process can read.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, capacity: int) -> None:
@@ -184,15 +195,22 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Tensor) -> "Rows":
+        """Return a table of these rows."""
         table = cls(rows.shape[1:], rows.dtype, rows.device, capacity=len(rows))
         table.append(rows)
         return table
 
     @property
     def in_file(self) -> bool:
+        """Whether the table is in a temporary file."""
         return self._file is not None
 
     def append(self, rows: Tensor) -> None:
+        """Add rows at the end.
+
+        Raises:
+            DatalensError: the disk of the temporary file is full.
+        """
         needed = self._written + len(rows)
         if self._file is None and needed > len(self._table):
             if needed * self._row_bytes > self._limit:
@@ -206,19 +224,19 @@ class Rows:
         self._written = needed
 
     def close(self) -> "Rows":
-        """No more rows will come."""
+        """Finish writing, so that rows can be read, and return the table."""
         if self._file is not None:
             self._file.flush()
-            # Shared, not private: what lies in it is the file's, and the system may drop it from memory at any time.
+            # A shared mapping: its pages belong to the file, so the system may drop them from memory at any time.
             mapped = mmap.mmap(self._file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
             flat = torch.frombuffer(mapped, dtype=self._table.dtype)
             self._table = flat.view(self._written, *self._shape)
         return self
 
     def take(self, index: Tensor) -> Tensor:
-        """Rows `index` [...] → [..., row] on the device."""
+        """Return the rows with these numbers, on the device: [...] → [..., row]."""
         flat = index.reshape(-1).to(self._home)
-        rows = self._table.index_select(0, flat)  # on a CPU several times faster than self._table[index]
+        rows = self._table.index_select(0, flat)  # several times faster than self._table[index] on a CPU
         return rows.view(*index.shape, *self._shape).to(self.device)
 
     def _grow(self, rows: int) -> None:
@@ -229,7 +247,7 @@ class Rows:
     def _spill(self) -> None:
         rows, self._table = self._table[: self._written], self._table[:0].cpu()
         self._home = torch.device("cpu")
-        self._file = tempfile.TemporaryFile(prefix="datalens-")  # noqa: SIM115 (mode 0600, and it has no name)
+        self._file = tempfile.TemporaryFile(prefix="datalens-")  # noqa: SIM115 (mode 0600, and without a name)
         self._write(rows)
 
     def _write(self, rows: Tensor) -> None:
@@ -241,11 +259,14 @@ class Rows:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise DatalensError(
-                f"no space left in {tempfile.gettempdir()} for what teachers see of the records: "
+                f"no space left in {tempfile.gettempdir()} for the teachers' copy of the records: "
                 "free some, or set TMPDIR to a folder on a larger disk"
             ) from None
 
 
 def _device_room(device: torch.device) -> int:
-    """By what the device has, never by what is free on it: that could depend on the records."""
+    """Return the bytes that rows may take on a device: a part of its memory, free or not.
+
+    How much is free could depend on the records.
+    """
     return torch.cuda.get_device_properties(device).total_memory // DEVICE_PART

@@ -1,10 +1,11 @@
 """The vectorised ensemble: N teacher discriminators, each trained on its own share (Algorithm 1, lines 7-11).
 
-A teacher's row is a function of its own share, the fakes and a stream keyed by (seed, teacher, step).
-Deleting a record, or making it NaN, leaves every other teacher's row bit-identical: a test says so.
+A teacher's row is a function of its own share, the fakes and a stream keyed by (seed, teacher, step). If a record is
+deleted, or made NaN, the rows of all other teachers stay bit-identical, as a test checks.
 
-All teachers' weights and Adam moments are tensors with a leading teacher dimension. They are worked on in chunks
-that bound the memory; what does not fit on the device lies in host memory, and goes there and back chunk by chunk.
+All teachers' weights and Adam moments are tensors with a leading teacher dimension. They are processed in chunks, which
+bounds the memory. Teachers that do not fit on the device are kept in host memory, and moved to the device and back
+chunk by chunk.
 """
 
 from collections import deque
@@ -25,15 +26,15 @@ from datalens.private.networks import Network, Parameters, Taps
 from datalens.private.shares import Shares
 from datalens.public.triton import has_triton
 
-ROOM_ON_CPU = 2**26  # for the work on one chunk: what stays in the caches is read several times as fast
-ROOM_ON_GPU = 0.8  # of its memory: the rest is for the student, what is left over between blocks, and estimates
-LEAST_CHUNK = 16  # teachers at a time on a GPU, unless somebody asks for fewer: see `plan_memory`
+ROOM_ON_CPU = 2**26  # bytes for one chunk: reading from the caches is several times faster
+ROOM_ON_GPU = 0.8  # fraction of its memory: the rest is for the student, fragmentation, and errors of the estimates
+LEAST_CHUNK = 16  # fewest teachers at a time on a GPU, unless fewer are asked for: see `plan_memory`
 
 T = TypeVar("T")
 
 
 class Fakes(Protocol):
-    """What teachers are shown: images [m, c, h, w] in [0, 1] and the labels they were made for."""
+    """Synthetic images that teachers are shown, [m, c, h, w] in [0, 1], and the labels they were made for."""
 
     @property
     def images(self) -> Tensor: ...
@@ -56,7 +57,7 @@ class _Bank:
 
 
 class Teachers:
-    """The teachers of `shares`. How they are chunked, and where they lie, changes no row beyond rounding."""
+    """The teachers of `shares`. Chunk sizes and the place of storage change no row beyond rounding."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class Teachers:
     ) -> None:
         if shares.device.type == "cpu" and not (layers.rounds_alike() and layers.convolves_alike()):
             raise DatalensError(
-                "on this CPU a teacher's last bits would depend on where its numbers lie in memory: import datalens "
-                "before torch is used, or set MKL_CBWR=AUTO,STRICT"
+                "on this CPU the last bits of a teacher would depend on memory addresses: import datalens before torch "
+                "is used, or set MKL_CBWR=AUTO,STRICT"
             )
         self._network = network
         self._shares = shares
@@ -93,11 +94,11 @@ class Teachers:
 
     @property
     def resident(self) -> int:
-        """How many teachers stay on the device; the others lie in host memory."""
+        """How many teachers stay on the device; the others are in host memory."""
         return self._plan.resident
 
     def fit_step(self, fakes: Fakes, *, step: int, repeats: int) -> float:
-        """`repeats` Adam steps of every teacher against the same fakes; returns the last one's mean loss (private!)."""
+        """Make `repeats` Adam steps of every teacher against the same fakes; return the last mean loss (private!)."""
         fake = self._network.features(fakes.images.detach())
 
         def fit(chunk: _Chunk) -> Tensor:
@@ -114,16 +115,17 @@ class Teachers:
         return float(total) / self._shares.teachers
 
     def image_gradients(self, fakes: Fakes, *, step: int) -> Iterator[Gradients]:
-        """Return what `rows` hands to a compressor, chunk by chunk."""
+        """Yield the gradients that `rows` passes to a compressor, chunk by chunk."""
         return self.rows(fakes, lambda gradients: gradients, step=step)
 
     def rows(self, fakes: Fakes, compress: Callable[[Gradients], T], *, step: int) -> Iterator[T]:
-        """∂ log D(x)/∂x at each fake: the direction in which the teacher finds it more real, in the basis.
+        """Yield each chunk's compressed gradients ∂ log D(x)/∂x at the fakes, in the basis.
 
-        `compress` is called on every chunk's gradients, in the thread that made them.
+        The gradient is the direction in which a teacher finds a fake more real. `compress` is called with every chunk's
+        gradients, in the thread that computed them.
 
-        Differs from the paper: Algorithm 1 prints −∂ log D/∂a and then adds it to the image, which would
-        walk away from the data. The direction that lowers the generator's loss is meant.
+        Differs from the paper: Algorithm 1 prints −∂ log D/∂a and then adds it to the image, which would move away from
+        the data. What is meant is the direction that lowers the generator's loss.
         """
         fake = self._network.features(fakes.images.detach())
 
@@ -139,7 +141,7 @@ class Teachers:
         yield from self._in_chunks(ask)
 
     def scores(self, fakes: Fakes) -> Iterator[Scores]:
-        """How real each teacher finds each fake: its logit; NaN from a teacher without records."""
+        """Yield each teacher's logits of the fakes, chunk by chunk; NaN from a teacher without records."""
         fake = self._network.features(fakes.images.detach())
 
         def ask(chunk: _Chunk) -> Scores:
@@ -153,7 +155,7 @@ class Teachers:
         yield from self._in_chunks(ask)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
+        """Return everything a checkpoint needs. Derived from records: it never leaves the owner's machine."""
         state = {
             f"{kind}.{name}": torch.cat([bank.tables()[kind][name].cpu() for bank in self._banks])
             for kind, table in self._banks[0].tables().items()
@@ -162,7 +164,7 @@ class Teachers:
         return state | {"updates": torch.tensor(self._updates)}
 
     def state_bytes(self) -> int:
-        """The size of `state`, without making it."""
+        """Return the size of `state` in bytes, without making it."""
         return sum(
             value.numel() * value.element_size()
             for bank in self._banks
@@ -171,6 +173,7 @@ class Teachers:
         )
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned."""
         self._updates = int(state["updates"])
         start = 0
         for bank in self._banks:
@@ -181,7 +184,7 @@ class Teachers:
             start = stop
 
     def _bank(self, numbers: Tensor, host: bool) -> _Bank:
-        """Fresh teachers, made chunk by chunk: start values are a function of the teacher's number."""
+        """Return new teachers, made chunk by chunk. Initial values are a function of the teacher's number."""
         bank = _Bank(numbers, {}, {}, {})
         for start in range(0, len(numbers), self.chunk):
             part = self._network.parameters(numbers[start : start + self.chunk], self._seed)
@@ -200,9 +203,9 @@ class Teachers:
         fake: Tensor,
         fake_labels: Tensor,
     ) -> Tensor:
-        """One Adam step. It is elementwise, so teachers do not meet in it; weight decay is Adam's L2 term."""
+        """Make one Adam step, which is elementwise and mixes no teachers. Weight decay is Adam's L2 term."""
         n, b, m, updates = len(labels), labels.shape[1], len(fake), self._updates + chunk.draws
-        # On a GPU the gradient of the largest weights is not written to memory: Adam makes it from its two factors.
+        # On a GPU the gradient of the largest weights is never in memory: Adam computes it from its two factors.
         outer = self._network.outer if layers.can_update_outer(fake, b + m) else ()
         leaves = {name: value.detach().requires_grad_(name not in outer) for name, value in chunk.weights.items()}
         taps: Taps = {}
@@ -210,7 +213,7 @@ class Teachers:
         all_labels = torch.cat([labels, fake_labels.expand(n, -1)], dim=1)
         logits = self._network.logits(leaves, both, all_labels, [b, m], taps)
         real_weight, fake_weight = matching_weights(labels, fake_labels)
-        # −log D(x) − log(1 − D(G(z))), a mean over the batch, a sum over teachers: their gradients stay apart.
+        # −log D(x) − log(1 − D(G(z))): a mean over the batch and a sum over teachers, which keeps gradients separate.
         loss = -(real_weight * F.logsigmoid(logits[:, :b])).sum() - (fake_weight * F.logsigmoid(-logits[:, b:])).sum()
         inner = [name for name in leaves if name not in outer]
         gradients = torch.autograd.grad(loss, [leaves[name] for name in inner] + [taps[name][1] for name in outer])
@@ -231,10 +234,11 @@ class Teachers:
         return loss.detach()
 
     def _in_chunks(self, work: "Callable[[_Chunk], T]") -> Iterator[T]:
-        """`work` on one chunk of teachers after the other, each brought to the device and, if it learned, back.
+        """Yield the results of `work` on one chunk of teachers after the other.
 
-        On a CPU with several threads, so many chunks at a time, each in one thread: products as small as a teacher's
-        gain little from a second one, and what a teacher's row is rounded to does not depend on the threads.
+        Each chunk is moved to the device and, if it has learned, back. On a CPU with several threads, several chunks
+        run at a time, each in one thread: small products gain little from a second thread, and the rounding of a
+        teacher's row must not depend on the number of threads.
         """
         if self._shares.device.type == "cpu" and torch.get_num_threads() > 1:
             yield from self._side_by_side(work, threads=torch.get_num_threads())
@@ -252,10 +256,10 @@ class Teachers:
                 start += self.chunk
 
     def _side_by_side(self, work: "Callable[[_Chunk], T]", *, threads: int) -> Iterator[T]:
-        """Results in the order of the teachers; few chunks run ahead of whoever takes them."""
+        """Yield the results in the order of the teachers. Only few chunks run ahead of the consumer."""
         places = ((bank, start) for bank in self._banks for start in range(0, len(bank.numbers), self.chunk))
         running: deque[Future[T]] = deque()
-        torch.set_num_threads(1)  # in this thread too, until all are done: there are no cores left for more
+        torch.set_num_threads(1)  # in this thread too, until all are done: no core is idle
         try:
             with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 for bank, start in places:
@@ -268,17 +272,17 @@ class Teachers:
             torch.set_num_threads(threads)
 
     def _chunk_of(self, bank: _Bank, start: int) -> "_Chunk":
-        """The bank's own memory, from `start` on.
+        """Return a chunk that shares the bank's memory, from `start` on.
 
-        By `.data`: else all chunks would share one count of changes, and a thread's backward pass would take the
-        update of another chunk for one of its own.
+        It uses `.data`. Otherwise all chunks would share torch's version counter, and a thread's backward pass would
+        mistake the update of another chunk for one of its own inputs.
         """
         part = slice(start, start + self.chunk)
         weights, mean, square = ({k: v.data[part] for k, v in table.items()} for table in bank.tables().values())
         return _Chunk(bank.numbers[part], weights, mean, square)
 
     def _done(self, kept: "_Chunk", work: "Callable[[_Chunk], T]") -> T:
-        """`work` on a chunk on the device; what it learned goes to where the chunk is kept."""
+        """Do `work` on a chunk, moved to the device, and write back what it learned."""
         device = self._shares.device
         weights, mean, square = ({k: v.to(device) for k, v in table.items()} for table in kept.tables().values())
         chunk = _Chunk(kept.numbers, weights, mean, square)
@@ -289,12 +293,16 @@ class Teachers:
         if chunk.draws:
             for name, table in kept.tables().items():
                 for key, value in chunk.tables()[name].items():
-                    if value.device != table[key].device:  # else it is the same memory
+                    if value.device != table[key].device:  # on the same device it is the same memory
                         table[key].copy_(value)
         return result
 
     def _make_do_with_less(self, *, learned: bool) -> None:
-        """After running out of memory: half the chunk, if it was ours to choose and nothing was learned halfway."""
+        """Halve the chunk after running out of memory, or raise.
+
+        Raises:
+            DatalensError: the user chose the chunk, it cannot be smaller, or the chunk had learned something already.
+        """
         least = LEAST_CHUNK if self._shares.device.type == "cuda" else 1
         if self._chunk_asked is not None or learned or self.chunk <= least:
             fits = min(self._plan.largest, max(1, self.chunk // 2))
@@ -308,26 +316,37 @@ class Teachers:
 
 @dataclass
 class _Chunk(_Bank):
-    """A slice of a bank, on the device. `draws`: how many updates it has had since it came."""
+    """A slice of a bank. `draws` counts the updates it has had in the current work."""
 
     draws: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    chunk: int  # teachers worked on at a time
-    resident: int  # teachers whose weights and moments stay on the device; the others lie in host memory
+    """How teachers are divided into chunks, and how many of them stay on the device."""
+
+    chunk: int  # teachers processed at a time
+    resident: int  # teachers whose weights and moments stay on the device; the others are in host memory
     largest: int  # the largest chunk that should fit
 
 
 def plan_memory(
     teachers: int, state: int, work: int, device: torch.device, *, chunk: int | None = None, room: int | None = None
 ) -> MemoryPlan:
-    """From a teacher's bytes of state and of work: chunks, and how many teachers stay on the device.
+    """Return the size of chunks, and how many teachers stay on the device.
 
-    What is free on a device depends on the number of records. With our kernels a row is the same, bit for bit, in any
-    chunk of sixteen or a multiple, so a chunk that is chosen by what is free is never smaller; without them chunks
-    could decide its last bits, so they are sized by public facts alone.
+    How much memory is free on a device depends on the number of records. With our kernels a row is the same, bit for
+    bit, in any chunk of sixteen teachers or a multiple. So a chunk that is chosen by free memory is never smaller than
+    that. Without the kernels the last bits of a row could depend on the chunk, so its size follows from public facts
+    alone.
+
+    Args:
+        teachers: How many there are.
+        state: Bytes of one teacher's state.
+        work: Bytes that one teacher needs while it is trained.
+        device: Where they are trained.
+        chunk: The chunk that the user asks for.
+        room: Bytes that may be used. By default most of a GPU, or `ROOM_ON_CPU`.
     """
     if device.type == "cpu":
         largest = _rounded(min(teachers, (room or ROOM_ON_CPU) // work))
@@ -339,7 +358,7 @@ def plan_memory(
     if teachers * state + min(teachers, 100) * work <= room:
         largest = max(least, _rounded(min(teachers, (room - teachers * state) // work)))
         return MemoryPlan(chunk=min(chunk or largest, teachers), resident=teachers, largest=largest)
-    # A quarter works, three quarters keep.
+    # A quarter is for the chunk that is processed, three quarters for teachers that stay.
     largest = max(least, _rounded(min(teachers, room // 4 // (state + work))))
     chunk = min(chunk or largest, teachers)
     resident = max(0, room - chunk * (state + work)) // state // chunk * chunk
@@ -347,16 +366,17 @@ def plan_memory(
 
 
 def _rounded(teachers: int) -> int:
-    """Chunks of a multiple of sixteen teachers begin and end at whole vectors: all of them are read alike."""
+    """Round down to a multiple of sixteen teachers. Such chunks begin and end at whole vectors, so all round alike."""
     return max(1, teachers if teachers < LEAST_CHUNK else teachers // LEAST_CHUNK * LEAST_CHUNK)
 
 
 def matching_weights(labels: Tensor, fake_labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of real [n, b] and fake [n, m] images under which both have the same labels, teacher by teacher.
+    """Return weights of real [n, b] and fake [n, m] images that give both the same distribution of labels per teacher.
 
-    A share of a few records misses most classes. Weighted evenly, a teacher would learn "class 7 is always fake"
-    and vote with that; the authors' code draws each teacher's fakes for the labels of its own records instead.
-    Weighting the shared fakes does the same without generating N batches. Own share only: independence holds.
+    A share of a few records lacks most classes. With equal weights a teacher would learn "class 7 is always fake", and
+    vote accordingly. The authors' code instead draws each teacher's fakes for the labels of its own records. Weighting
+    the shared fakes has the same effect without generating N batches. The weights depend only on the teacher's own
+    share, so teachers remain independent.
     """
     same = labels.unsqueeze(2) == fake_labels  # [n, b, m]
     alike = (fake_labels.unsqueeze(1) == fake_labels).sum(dim=1)  # [m]: fakes with this fake's label
@@ -368,6 +388,6 @@ def _zeros(shape: tuple[int, ...], like: Tensor, *, host: bool) -> Tensor:
     if not host:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     try:
-        return torch.zeros(shape, dtype=like.dtype, pin_memory=True)  # copies to and from the device run at full speed
+        return torch.zeros(shape, dtype=like.dtype, pin_memory=True)  # pinned: copies to and from the device are fast
     except RuntimeError:  # the system allows no more locked memory
         return torch.zeros(shape, dtype=like.dtype)

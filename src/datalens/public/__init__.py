@@ -1,1 +1,1 @@
-"""Functions of public facts, which both sides of the gate use."""
+"""Functions of public facts, used on both sides of the gate."""

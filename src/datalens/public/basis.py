@@ -1,8 +1,8 @@
-"""Coordinates for directions in image space: pixels, or low-frequency cosines. Public and orthonormal.
+"""Public, orthonormal coordinates for directions in image space: pixels, or low-frequency cosines.
 
-Both sides of the gate use it, and it depends on no record: teachers vote in these coordinates, and the
-student maps the released directions back. Since the rows are orthonormal, norms and inner products
-of what lies in their span do not change.
+They are used on both sides of the gate and depend on no record: teachers vote in these coordinates, and the student
+maps the released directions back. Since the rows are orthonormal, norms and inner products within their span are
+preserved.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from torch import Tensor
 
 BasisName = Literal["pixel", "dct", "opponent"]
 
-# Light, and two differences of colour: orthonormal, and most of what there is in an image is in the first.
+# Light and two colour differences. They are orthonormal, and the first holds most of an image.
 OPPONENT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
 OPPONENT = OPPONENT / torch.linalg.vector_norm(OPPONENT, dim=1, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """`size` orthonormal rows over images of `shape` = [channels, height, width]; no rows: the pixels themselves."""
+    """Orthonormal rows over images of `shape` = [channels, height, width]. Without rows, the pixels themselves."""
 
     name: BasisName
     shape: tuple[int, int, int]
@@ -29,24 +29,28 @@ class Basis:
 
     @property
     def size(self) -> int:
+        """Number of coordinates."""
         return int(np.prod(self.shape)) if self.rows is None else self.rows.shape[0]
 
     def forward(self, images: Tensor) -> Tensor:
-        """[..., channels, height, width] → [..., size]"""
+        """Return the coordinates of images: [..., channels, height, width] → [..., size]."""
         flat = images.flatten(start_dim=-3)
         return flat if self.rows is None else flat @ self.rows.T.to(flat)
 
     def inverse(self, coordinates: Tensor) -> Tensor:
-        """[..., size] → [..., channels, height, width]: the adjoint, and on the span the inverse"""
+        """Map coordinates back by the adjoint, which on the span is the inverse: [..., size] → [..., c, h, w]."""
         flat = coordinates if self.rows is None else coordinates @ self.rows.to(coordinates)
         return flat.unflatten(-1, self.shape)
 
 
 def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -> Basis:
-    """`size` low-frequency coordinates; pixels always come in full.
+    """Return a basis of low-frequency coordinates.
 
-    dct: shared evenly by the channels. opponent: for three channels, six of eight to the light and one to each
-    difference of colour.
+    Args:
+        name: "pixel": all pixels. "dct": cosines, divided evenly among the channels. "opponent": for three channels,
+            six of eight coordinates for light and one of eight for each colour difference; otherwise like "dct".
+        shape: [channels, height, width].
+        size: Number of coordinates; None for all. Ignored for pixels.
     """
     if name == "pixel":
         return Basis(name="pixel", shape=shape, rows=None)
@@ -71,13 +75,13 @@ def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -
     else:
         for index, (channel, row, column) in enumerate(_lowest_frequencies(shape, size)):
             rows[index, channel] = _wave(height, width, row, column)
-    # Multiples of 2^-26: sums of whole numbers times these are exact in float64, in any order (up to 2^17 values).
+    # Multiples of 2^-26: sums of integers times these are exact in float64, in any order (up to 2^17 values).
     rounded = np.rint(rows.reshape(size, -1) * 2**26) / 2**26
     return Basis(name=name, shape=shape, rows=torch.from_numpy(rounded).to(torch.float32))
 
 
 def _lowest_frequencies(shape: tuple[int, int, int], size: int) -> list[tuple[int, int, int]]:
-    """(channel, row, column) by rising frequency row² + column², the channels side by side; ties by position."""
+    """Return (channel, row, column) in order of increasing frequency, channels alternating and ties by position."""
     channels, height, width = shape
     grid = [(row, column) for row in range(height) for column in range(width)]
     grid.sort(key=lambda rc: ((rc[0] / height) ** 2 + (rc[1] / width) ** 2, rc))
@@ -89,6 +93,6 @@ def _wave(height: int, width: int, row: int, column: int) -> np.ndarray:
 
 
 def _cosine(length: int, frequency: int) -> np.ndarray:
-    """One row of the orthonormal DCT-II."""
+    """Return one row of the orthonormal DCT-II."""
     wave = np.cos(np.pi * (np.arange(length) + 0.5) * frequency / length)
     return wave * np.sqrt((1 if frequency == 0 else 2) / length)

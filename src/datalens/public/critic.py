@@ -1,4 +1,4 @@
-"""A conditional discriminator: image and label → one number. Both sides of the gate have use for it."""
+"""Conditional discriminators, which map an image and a label to one number. Used on both sides of the gate."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from datalens.public.basis import Basis
 
 
 class Critic(nn.Module):
-    """Convolutions of stride 2, each with a bias for every label, and at the end a direction for every label beside one
-    for all (a projection discriminator, Miyato and Koyama 2018).
+    """A projection discriminator (Miyato and Koyama 2018) of convolutions with stride 2.
 
-    No batch norm: an image's output depends on no other image, which per-example gradients need.
+    Each convolution has a bias for every label, and the last layer has one output for all labels and one for each
+    label. There is no batch norm: an image's output depends on no other image, as per-example gradients need.
     """
 
     def __init__(self, shape: tuple[int, int, int], classes: int, *, width: int, kernel: int = 5) -> None:
@@ -33,9 +33,15 @@ class Critic(nn.Module):
         self.dense = nn.Linear(widths[-1] * height * width_of_image, 1 + classes)
 
     def forward(self, images: Tensor, labels: Tensor, taps: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-        """[n, c, h, w] in [0, 1] and [n] → [n]. `taps`: takes what goes into each layer, and what comes out of it."""
+        """Return the scores [n] of images [n, c, h, w] in [0, 1] with labels [n].
+
+        Args:
+            images: The images.
+            labels: Their labels.
+            taps: Is extended by the input and the output of each layer.
+        """
         known = torch.arange(self.classes, device=labels.device)
-        one_hot = (labels.unsqueeze(1) == known).to(images.dtype)  # F.one_hot looks at values, which vmap refuses
+        one_hot = (labels.unsqueeze(1) == known).to(images.dtype)  # F.one_hot reads values, which vmap does not allow
         x = images * 2 - 1
         for layer, label in zip(self.down, self.label, strict=True):
             x = _tapped(layer, x, taps) + _tapped(label, one_hot, taps)[:, :, None, None]
@@ -54,16 +60,17 @@ def _tapped(layer: nn.Module, inputs: Tensor, taps: list[tuple[Tensor, Tensor]] 
 def example_gradients(
     critic: Critic, images: Tensor, labels: Tensor, loss: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """One [n, …] tensor a parameter: the gradient of loss(critic(image, label)), for every example by itself.
+    """Return the gradient of loss(critic(image, label)) for every example: one [n, …] tensor per parameter.
 
-    Examples do not meet in the network, so the gradient of the summed loss by a layer's outputs is each one's own; a
-    layer's weights have it times their inputs (Goodfellow 2015; for convolutions Rochette et al. 2019).
+    The network does not mix examples. So the gradient of the summed loss with respect to a layer's outputs separates by
+    example, and the gradient of a layer's weights is its product with the layer's inputs (Goodfellow 2015; for
+    convolutions Rochette et al. 2019).
     """
     taps: list[tuple[Tensor, Tensor]] = []
     with torch.enable_grad():
         total = loss(critic(images, labels, taps)).sum()
     backward = torch.autograd.grad(total, [outputs for _, outputs in taps])
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     layers: list[tuple[str, nn.Module]] = []
     for i, (layer, label) in enumerate(zip(critic.down, critic.label, strict=True)):
         layers += [(f"down.{i}", layer), (f"label.{i}", label)]
@@ -73,17 +80,17 @@ def example_gradients(
         if isinstance(layer, nn.Conv2d):
             patches = _patches(inputs, layer)  # [n, inputs·kernel², places]
             slopes = slopes.flatten(2)  # [n, outputs, places]
-            found[f"{name}.weight"] = torch.bmm(slopes, patches.mT).view(len(images), *layer.weight.shape)
+            gradients[f"{name}.weight"] = torch.bmm(slopes, patches.mT).view(len(images), *layer.weight.shape)
             slopes = slopes.sum(dim=2)
         else:
-            found[f"{name}.weight"] = slopes.unsqueeze(2) * inputs.unsqueeze(1)
+            gradients[f"{name}.weight"] = slopes.unsqueeze(2) * inputs.unsqueeze(1)
         if layer.bias is not None:
-            found[f"{name}.bias"] = slopes
-    return {name: found[name] for name, _ in critic.named_parameters()}
+            gradients[f"{name}.bias"] = slopes
+    return {name: gradients[name] for name, _ in critic.named_parameters()}
 
 
 def _patches(inputs: Tensor, layer: nn.Conv2d) -> Tensor:
-    """As `F.unfold`, which on a GPU goes image by image."""
+    """Return the same as `F.unfold`, which on a GPU processes one image at a time."""
     (kernel, _), (stride, _) = layer.kernel_size, layer.stride
     assert isinstance(layer.padding, tuple)
     padded = F.pad(inputs, [layer.padding[0]] * 4)
@@ -92,7 +99,7 @@ def _patches(inputs: Tensor, layer: nn.Conv2d) -> Tensor:
 
 
 class CosineCritic(nn.Module):
-    """The same over low-frequency cosines: a linear part for every label, and one hidden layer shared by all."""
+    """A discriminator over low-frequency cosines: a linear part for every label, and one shared hidden layer."""
 
     def __init__(self, basis: Basis, classes: int, *, width: int) -> None:
         super().__init__()
@@ -102,21 +109,21 @@ class CosineCritic(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = self.basis.forward(images - 0.5) * 0.25  # of a size of a few units, as teachers see them
+        features = self.basis.forward(images - 0.5) * 0.25  # scaled to a few units, as for teachers
         one_hot = F.one_hot(labels, self.classes).to(images.dtype)
         hidden = F.leaky_relu(self.hidden(torch.cat([features, one_hot], dim=1)), 0.2)
         return (self.linear(features) * one_hot).sum(dim=1) + self.out(hidden).squeeze(1)
 
 
 def fresh_critic(shape: tuple[int, int, int], classes: int, *, width: int, seed: int) -> Critic:
-    """Before its first step: the same for the same seed."""
+    """Return a critic with initial weights, which are determined by the seed."""
     critic = Critic(shape, classes, width=width)
     initialise_critic(critic, streams.generator(seed, "critic"))
     return critic
 
 
 def initialise_critic(critic: nn.Module, random: torch.Generator) -> None:
-    """From `random` alone: weights as wide as their inputs ask for (He et al. 2015, leaky slope 0.2), biases zero."""
+    """Set initial weights from `random` alone: He et al. 2015 for leaky slope 0.2, and biases zero."""
     for module in critic.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, a=0.2, generator=random)

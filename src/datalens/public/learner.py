@@ -1,4 +1,4 @@
-"""A network and its Adam, as a run trains and checkpoints them."""
+"""A network with its Adam optimizer, as a run trains and checkpoints it."""
 
 import copy
 from collections.abc import Mapping
@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 
 class Learner:
-    """`step(loss)` descends once. Whether it may see records depends on who computes the loss.
+    """A network, its Adam optimizer, and optionally a running average of its weights, around which noisy steps circle.
 
-    `average`: of a running average of the weights, how much stays in a step. Noisy steps circle around it.
+    Whether it learns from records depends on the caller, who computes the loss.
+
+    Args:
+        module: The network.
+        rate: Learning rate.
+        betas: Of Adam.
+        average: Fraction of the running average that is kept in each step; 0 for no average.
     """
 
     def __init__(
@@ -23,11 +29,12 @@ class Learner:
         self._mean = {name: value.detach().clone() for name, value in module.named_parameters()} if average else {}
 
     def rate(self, value: float) -> None:
-        """From now on."""
+        """Set the learning rate of the steps to come."""
         for group in self._adam.param_groups:
             group["lr"] = value
 
     def step(self, loss: Tensor) -> None:
+        """Make one step down the gradient of the loss."""
         self._adam.zero_grad()
         loss.backward()
         self._adam.step()
@@ -35,18 +42,19 @@ class Learner:
             self._mean[name].lerp_(value.detach(), 1 - self._average)
 
     def averaged(self) -> Any:
-        """A copy of the network with the average of its weights."""
-        found = copy.deepcopy(self.module)
-        found.load_state_dict({**found.state_dict(), **self._mean})
-        return found
+        """Return a copy of the network with the average of its weights."""
+        network = copy.deepcopy(self.module)
+        network.load_state_dict({**network.state_dict(), **self._mean})
+        return network
 
     def descend(self, gradients: Mapping[str, Tensor]) -> None:
-        """Along gradients that somebody else has computed."""
+        """Make one step with given gradients."""
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients[name].to(parameter)
         self._adam.step()
 
     def state(self) -> dict[str, Tensor]:
+        """Return everything a checkpoint needs."""
         state = {f"module.{name}": value for name, value in self.module.state_dict().items()}
         for name, parameter in self.module.named_parameters():
             for key, moment in self._adam.state[parameter].items():
@@ -54,6 +62,7 @@ class Learner:
         return state | {f"mean.{name}": value for name, value in self._mean.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned."""
         for name, value in self._mean.items():
             value.copy_(state[f"mean.{name}"])
         prefix = "module."

@@ -1,8 +1,7 @@
-"""Training randomness that no guarantee rests on: counter-based, keyed by (seed, purpose, teacher, step).
+"""Randomness for training, on which no guarantee depends: counter-based and keyed by (seed, purpose, teacher, step).
 
-A teacher's draws depend on nothing else: not on the other teachers' shares, not on how teachers are
-split into chunks or over machines, and they are the same bits on a CPU and a GPU. Privacy noise never
-comes from here.
+A teacher's draws depend on nothing else: not on the other teachers' shares, and not on how teachers are divided into
+chunks or over machines. They are the same bits on a CPU and a GPU. Privacy noise never comes from here.
 """
 
 import hashlib
@@ -13,57 +12,57 @@ from torch import Tensor
 
 
 def derive(seed: int, *parts: object) -> int:
-    """A 63-bit number from a seed and a path of names and counters."""
+    """Return a 63-bit number derived from a seed and a path of names and counters."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(seed: int, *parts: object) -> torch.Generator:
-    """A fresh CPU generator for this path: the same numbers whatever was drawn before."""
+    """Return a new CPU generator for this path. Its numbers do not depend on earlier draws."""
     return torch.Generator().manual_seed(derive(seed, *parts))
 
 
 def uniform(seed: int, *parts: object, teachers: Tensor, count: int) -> Tensor:
-    """Uniforms in [0, 1), float32, [len(teachers), count], on the device of `teachers`."""
+    """Return uniforms in [0, 1), float32 [len(teachers), count], on the device of `teachers`."""
     bits = _mix(_keyed_counters(derive(seed, *parts), teachers, count))
     return _to_unit(bits)
 
 
 def halfwords(seed: int, *parts: object, teachers: Tensor, count: int) -> Tensor:
-    """Whole numbers from 0 to 65535, int32, [len(teachers), count]: two from each word, at half the price."""
+    """Return uniform integers from 0 to 65535, int32 [len(teachers), count]: two from each word, at half the cost."""
     bits = _mix(_keyed_counters(derive(seed, *parts), teachers, (count + 1) // 2))
-    # Little-endian halves of a word, lower one first, as a view; then without the sign.
+    # A view of the little-endian halves of each word, lower one first; the mask makes them unsigned.
     return (bits.view(torch.int16)[:, :count].to(torch.int32)).bitwise_and_(0xFFFF)
 
 
 def normal(seed: int, *parts: object, teachers: Tensor, count: int) -> Tensor:
-    """Standard normals, float32, [len(teachers), count]."""
+    """Return standard normals, float32 [len(teachers), count]."""
     radius = torch.sqrt(-2 * torch.log1p(-uniform(seed, *parts, "radius", teachers=teachers, count=count)))
     return radius * torch.cos(2 * torch.pi * uniform(seed, *parts, "angle", teachers=teachers, count=count))
 
 
 def _keyed_counters(key: int, teachers: Tensor, count: int) -> Tensor:
-    """One 32-bit word per (teacher, position): a per-teacher key mixed into a counter, twice."""
+    """Return one 32-bit word per (teacher, position): the teacher's keys mixed into a counter, twice."""
     row, row_again = _row_keys(key, teachers)
     counter = torch.arange(count, dtype=torch.int32, device=teachers.device)
     return _mix(counter.unsqueeze(0) + row.unsqueeze(1)).bitwise_xor_(row_again.unsqueeze(1))
 
 
 def row_keys(seed: int, *parts: object, teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """The two words per teacher that `uniform` mixes with a counter, for a kernel that does the mixing itself."""
+    """Return the two words per teacher that `uniform` mixes with a counter, for kernels that do the mixing."""
     return _row_keys(derive(seed, *parts), teachers)
 
 
 def _row_keys(key: int, teachers: Tensor) -> tuple[Tensor, Tensor]:
     low, high = _signed32(key & 0xFFFFFFFF), _signed32(key >> 32)
     numbers = teachers.to(torch.int64)
-    upper = (numbers >> 32).to(torch.int32)  # 0 for teachers that are counted
+    upper = (numbers >> 32).to(torch.int32)  # 0 for ordinary teacher numbers
     row = _mix(_mix(numbers.to(torch.int32) ^ low) + high + upper)
     return row, _mix(row + _signed32(0x9E3779B9))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser with low bias (Wellons 2018): xor-shifts and wrapping products. Does not touch its input."""
+    """Apply a 32-bit finaliser with low bias (Wellons 2018): xor-shifts and wrapping products, not in place."""
     x = x ^ _logical_shift(x, 16)
     x *= _signed32(0x7FEB352D)
     x ^= _logical_shift(x, 15)
@@ -73,7 +72,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _logical_shift(x: Tensor, bits: int) -> Tensor:
-    """torch's >> on signed integers copies the sign bit; a mask takes the copies away."""
+    """Shift right without sign: torch's >> copies the sign bit of signed integers, and a mask removes the copies."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

@@ -1,8 +1,9 @@
-"""Public features of an image: how bright it is where, and how much of each orientation and scale is where.
+"""Public features of an image: local brightness, and the local strength of each orientation and scale.
 
-Moduli of oriented waves at two scales, averaged over the cells of a coarse grid: what a scattering transform sees at
-its first order (Bruna and Mallat 2013). Both sides of the gate use them, and they depend on no record: released are
-their moments, class by class, and synthetic images are moved until their own features fit (see `released.moments`).
+They are moduli of oriented waves at two scales, averaged over the cells of a coarse grid: the first order of a
+scattering transform (Bruna and Mallat 2013). They are used on both sides of the gate and depend on no record. Their
+moments are released for each class, and synthetic images are changed until their own features fit (see
+`released.moments`).
 """
 
 import math
@@ -13,16 +14,16 @@ from torch import Tensor
 
 ORIENTATIONS = 8
 SCALES = ((1.0, 7, 0.45 * math.pi), (2.0, 11, 0.225 * math.pi))  # width of the envelope, size of the filter, frequency
-LARGEST = 32  # pixels a side: larger images are averaged down to it first
-FINEST = 7  # cells a side of the grid
-_SMOOTH = 1e-6  # under the root, so that it has a gradient at zero
+LARGEST = 32  # pixels per side: larger images are averaged down to this first
+FINEST = 7  # most cells per side of the grid
+_SMOOTH = 1e-6  # added under the root, so that it has a gradient at zero
 
 
 class Texture:
-    """`size` features of images [n, channels, height, width]; differentiable.
+    """Computes `size` features of images, [n, channels, height, width] → [n, size]. Differentiable.
 
-    In float64, of whole pixel values, an image's features are the same bits whatever other images are in the batch:
-    sums are of whole numbers times multiples of 2^-26, so exact in any order, and all else is done value by value.
+    In float64 and for integer pixel values, an image's features have the same bits in any batch: sums are of integers
+    times multiples of 2^-26, so they are exact in any order, and everything else is elementwise.
     """
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
@@ -32,17 +33,17 @@ class Texture:
         self._grid = (max(1, min(FINEST, height // 4)), max(1, min(FINEST, width // 4)))
         self._planes = ORIENTATIONS * len(SCALES)
         self.size = self._grid[0] * self._grid[1] * (self._planes + self._channels)
-        # As one matrix: for a single plane that is faster than convolving, forwards and backwards.
+        # As one matrix, which for a single plane is faster than a convolution, forwards and backwards.
         impulses = torch.eye(height * width).view(-1, 1, height, width)
         waves = F.conv2d(impulses, _filters(), stride=2, padding=max(size for _, size, _ in SCALES) // 2)
         self._steps = tuple(waves.shape[2:])
         self._waves = (waves.flatten(1) * 2**26).round() / 2**26  # [pixels, 2·planes·steps]
 
     def __call__(self, images: Tensor, *, full: float = 1.0) -> Tensor:
-        """[n, size]. `full`: the value of a pixel at its brightest."""
+        """Return the features, [n, size]. `full` is the value of the brightest pixel."""
         if self._shrink > 1:
             images = F.avg_pool2d(images, self._shrink, ceil_mode=True, divisor_override=1)
-        planes, scale = images, [1.0] * self._channels  # of several, the first counts as light
+        planes, scale = images, [1.0] * self._channels  # with several channels, the first one counts as light
         if self._channels == 3:
             red, green, blue = images.unbind(dim=1)
             planes = torch.stack([red + green + blue, red - blue, red - 2 * green + blue], dim=1)  # see basis.OPPONENT
@@ -57,7 +58,7 @@ class Texture:
 
 
 def _filters() -> Tensor:
-    """[2·planes, 1, side, side]: cosine, then sine waves under a Gaussian envelope; no answer to flat light."""
+    """Return cosine and then sine waves under a Gaussian envelope, [2·planes, 1, side, side]; zero for a flat image."""
     side = max(size for _, size, _ in SCALES)
     cosines, sines = [], []
     for spread, size, frequency in SCALES:

@@ -1,7 +1,7 @@
-"""Public linear maps of vectors that teachers vote in: a random rotation, and a count sketch.
+"""Public linear maps of the vectors that teachers vote on: a random rotation, and a count sketch.
 
-Both sides of the gate use them, and they depend on no record: what is drawn here comes from the run's seed, which is
-public. Every vector is mapped by itself, with the same bits however many others are beside it.
+They are used on both sides of the gate and depend on no record: random numbers here come from the run's seed, which is
+public. Every vector is mapped by itself, with the same bits in a batch of any size.
 """
 
 import math
@@ -16,9 +16,10 @@ from datalens.public import streams
 
 @dataclass(frozen=True)
 class Rotation:
-    """H·D/√d′ of a vector padded with zeros to d′, a power of two: random signs D, then Hadamard's matrix H.
+    """A randomised Hadamard transform: random signs D, then Hadamard's matrix H, scaled: H·D/√d′.
 
-    Orthonormal, and its largest coordinate is with high probability not much larger than the average one. O(d log d).
+    Vectors are padded with zeros to d′, a power of two. The map is orthonormal, and with high probability the largest
+    coordinate of its result is not much larger than the average one. It takes O(d log d) time.
     """
 
     size: int
@@ -26,15 +27,16 @@ class Rotation:
 
     @property
     def padded(self) -> int:
+        """d′, the smallest power of two that is at least `size`."""
         return 1 << (self.size - 1).bit_length()
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[…, size] → […, padded]"""
+        """Rotate vectors: […, size] → […, padded]."""
         signed = vectors * self._signs[: self.size].to(vectors)
         return hadamard(torch.nn.functional.pad(signed, (0, self.padded - self.size))) / math.sqrt(self.padded)
 
     def inverse(self, rotated: Tensor, *, scale: float = 1.0) -> Tensor:
-        """[…, padded] → […, size], times `scale`"""
+        """Undo the rotation and multiply by `scale`: […, padded] → […, size]."""
         return (hadamard(rotated) * self._signs.to(rotated))[..., : self.size] * (scale / math.sqrt(self.padded))
 
     @cached_property
@@ -43,7 +45,7 @@ class Rotation:
 
 
 def hadamard(vectors: Tensor) -> Tensor:
-    """Sylvester's Hadamard matrix times the last dimension, by sums and differences of halves."""
+    """Multiply the last dimension by Sylvester's Hadamard matrix, by sums and differences of halves."""
     size = vectors.shape[-1]
     half = size // 2
     while half:
@@ -56,8 +58,11 @@ def hadamard(vectors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A count sketch (Charikar, Chen, Farach-Colton 2002): each row of the table has its own random column and sign for
-    every coordinate, and adds them up."""
+    """A count sketch (Charikar, Chen, Farach-Colton 2002).
+
+    Each row of the table assigns a random column and a random sign to every coordinate, and adds up what falls into
+    each of its cells.
+    """
 
     size: int
     rows: int
@@ -66,13 +71,14 @@ class Sketch:
 
     @property
     def cells(self) -> int:
+        """Cells of the table."""
         return self.rows * self.columns
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[…, size] → […, rows·columns] float32; exact for whole numbers."""
+        """Return the tables of vectors: […, size] → […, rows·columns] float32. Exact for integers."""
         flat = vectors.reshape(-1, self.size).T.to(
             torch.float32
-        )  # coordinates first: cells add up whole rows of memory
+        )  # coordinates first, so that cells add up contiguous memory
         table = flat.new_zeros(self.cells, flat.shape[1])
         for row in range(self.rows):
             signed = flat * self._signs[row].to(flat).unsqueeze(1)
@@ -80,21 +86,21 @@ class Sketch:
         return table.T.reshape(*vectors.shape[:-1], self.cells)
 
     def estimates(self, table: Tensor) -> Tensor:
-        """[…, rows·columns] → […, size]: for every coordinate the median of what its cells say."""
-        said = torch.stack([table[..., self._places[r]] * self._signs[r].to(table) for r in range(self.rows)])
+        """Return, for every coordinate, the median of the estimates by its cells: […, rows·columns] → […, size]."""
+        by_row = torch.stack([table[..., self._places[r]] * self._signs[r].to(table) for r in range(self.rows)])
         low, high = (self.rows - 1) // 2, self.rows // 2
-        ordered = said.sort(dim=0).values
+        ordered = by_row.sort(dim=0).values
         return (ordered[low] + ordered[high]) / 2
 
     def heaviest(self, table: Tensor, k: int) -> Tensor:
-        """The same, but zero outside the k largest."""
-        found = self.estimates(table)
-        places = found.abs().topk(k, dim=-1).indices
-        return torch.zeros_like(found).scatter(-1, places, found.gather(-1, places))
+        """Return the `estimates` with all but the k largest set to zero."""
+        estimates = self.estimates(table)
+        places = estimates.abs().topk(k, dim=-1).indices
+        return torch.zeros_like(estimates).scatter(-1, places, estimates.gather(-1, places))
 
     @cached_property
     def _places(self) -> Tensor:
-        """[rows, size]: the cell of each coordinate."""
+        """The cell of each coordinate in each row: [rows, size]."""
         random = streams.generator(self.seed, "sketch")
         columns = torch.randint(self.columns, (self.rows, self.size), generator=random)
         return columns + self.columns * torch.arange(self.rows).unsqueeze(1)
