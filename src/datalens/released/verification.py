@@ -108,7 +108,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
         if redraw and not problems and not isinstance(claim.weights.model, checks.Classifier):
             problems += _picture_problems(release, claim.weights.model, claim.schema)
     except DatalensError as error:
-        problems.append(f"this cannot be: {error}")
+        problems.append(f"the release is not valid: {error}")
     except _UNREADABLE as error:
         problems.append(f"the certificate holds something that cannot be read ({type(error).__name__})")
     report_problems, report_notes = _report_problems(release, certificate, redraw=redraw and not problems)
