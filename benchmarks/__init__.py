@@ -1,1 +1,4 @@
-"""Speed, each claim a command that prints JSON. A package, because Opacus installs one of the same name."""
+"""Benchmarks: each performance claim has a command that prints JSON.
+
+This is a package because Opacus installs a package of the same name.
+"""

@@ -1,9 +1,9 @@
-"""TopAgg by itself: compress every teacher's gradient, bound and sum the votes.
+"""TopAgg alone: compress every teacher's gradient, then bound and sum the votes.
 
 python -m benchmarks.aggregate [--sizes 4000,15,784,200 6000,10,12288,700] [--loop 20]
 
-Prints JSON lines. The floor is reading the gradients once at the speed of a copy; `--loop` teachers are also
-compressed one by one in the same run.
+Prints JSON lines. The floor is the time to read the gradients once at the speed of a copy. In the same run, `--loop`
+teachers are also compressed one by one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def measure(n: int, m: int, d: int, k: int, loop: int, device: torch.device, cop
     values = torch.randn(n, m, d, generator=random, device=device).mul_(1e-5)
     numbers = torch.arange(n, device=device)
     compress = TopKSign(k=k, clip=1e-5, quantise=True, seed=0)
-    # On a CPU a chunk of 256 MB at a time: copies of all of it would not fit.
+    # On a CPU, chunks of 256 MB: copies of everything would not fit in memory.
     chunk = n if device.type == "cuda" else max(1, 2**28 // (m * d * 4))
 
     def chunks() -> list[Gradients]:
@@ -54,7 +54,7 @@ def measure(n: int, m: int, d: int, k: int, loop: int, device: torch.device, cop
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["4000,15,784,200", "6000,10,12288,700"], help="N,m,d,k")
-    parser.add_argument("--loop", type=int, default=20, help="teachers to compress one by one; 0: none")
+    parser.add_argument("--loop", type=int, default=20, help="number of teachers to compress one by one; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)

@@ -1,10 +1,10 @@
-"""Does Algorithm 1 learn? Small ensembles with the noise that 4,000 teachers have at ε = 10, one change at a time.
+"""Whether Algorithm 1 learns: small ensembles with the noise that 4,000 teachers have at ε = 10, one change at a time.
 
 python -m benchmarks.algorithm1 --data mnist --linear 0 2 5 8 [--network compact] [--teachers 128] [--steps 100]
 
-A teacher has fifteen records. Noise of 0.225·N on a sum of N votes is σ = 900 for the paper's N = 4,000. Scores are of
-classifiers tested on real images that were held out of training: a sixth of the training set. The test set is not read.
-Prints one JSON line a score; `between` and `within` are distances per pixel of the student's images.
+A teacher has fifteen records. Noise of 0.225·N on a sum of N votes is σ = 900 for the paper's N = 4,000. The scores are
+accuracies of classifiers on real images that were held out of training: a sixth of the training set. The test set is
+not read. Prints one JSON line per score; `between` and `within` are distances per pixel of the student's images.
 For the owner: with so few teachers no such run is private, and none claims to be.
 """
 
@@ -25,8 +25,8 @@ from datalens.released.classes import spread_of
 from datalens.released.generator import Generator
 from datalens.released.release import load_generator
 
-RECORDS = 15  # of a teacher
-NOISE = 0.225  # of the number of teachers: 900 / 4,000
+RECORDS = 15  # records of a teacher
+NOISE = 0.225  # σ divided by the number of teachers: 900 / 4,000
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> None:
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--beta", type=float, default=0.2)
     parser.add_argument("--student-decay", choices=("cosine", "off"), default="off")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--images", type=int, default=3000, help="a classifier is trained on")
+    parser.add_argument("--images", type=int, default=3000, help="number of training images of a classifier")
     parser.add_argument("--epochs", type=int, default=held_out.EPOCHS)
     asked = parser.parse_args()
     held_out.COUNT, held_out.EPOCHS = asked.images, asked.epochs

@@ -1,8 +1,8 @@
-"""How strong the mechanism audit is: the same audit again and again, at ε = 1, 2 and 4, with its controls.
+"""The power of the mechanism audit: the same audit and its controls, many times, at ε = 1, 2 and 4.
 
     python -m benchmarks.audit --repeats 100        # writes docs/audit/power.json and docs/audit/mechanism.png
 
-Gaussian noise, which is fast; `datalens audit mechanism` audits the discrete Gaussian too.
+The noise is Gaussian, which is fast; `datalens audit mechanism` audits the discrete Gaussian too.
 """
 
 import argparse
@@ -23,18 +23,18 @@ HONEST = "as it is"
 
 
 def measure(repeats: int, trials: int) -> list[dict[str, Any]]:
-    """One row for each ε and subject."""
+    """Return a row for each ε and subject."""
     make = functools.partial(make_mechanism, "gaussian")
     rows = []
     with bar("audits", repeats * len(EPSILONS) * 4) as (progress, task):
         for epsilon in EPSILONS:
             plan = audit.Plan(epsilon=epsilon, delta=DELTA, trials=trials)
             for subject in (audit.honest(plan, make), *audit.controls(plan, make)):
-                found = []
+                findings = []
                 for _ in range(repeats):
-                    found.append(audit.audit(subject, plan))
+                    findings.append(audit.audit(subject, plan))
                     progress.advance(task)
-                bounds = np.array([one.lower_bound for one in found])
+                bounds = np.array([one.lower_bound for one in findings])
                 rows.append(
                     {
                         "subject": subject.name,
@@ -45,8 +45,8 @@ def measure(repeats: int, trials: int) -> list[dict[str, Any]]:
                         "bound_median": float(np.median(bounds)),
                         "bound_5": float(np.quantile(bounds, 0.05)),
                         "bound_95": float(np.quantile(bounds, 0.95)),
-                        "verdict_median": float(np.median([one.verdict_bound for one in found])),
-                        "called_broken": float(np.mean([one.broken for one in found])),
+                        "verdict_median": float(np.median([one.verdict_bound for one in findings])),
+                        "called_broken": float(np.mean([one.broken for one in findings])),
                         "reached_half": float(np.mean(bounds >= epsilon / 2)),
                     }
                 )
@@ -88,14 +88,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--trials", type=int, default=10_000)
-    parser.add_argument("--out", type=Path, default=Path("docs/audit"))
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    rows = measure(given.repeats, given.trials)
-    (given.out / "power.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    plot(rows, given.out / "mechanism.png")
+    parser.add_argument("--repeats", type=int, default=100, help="number of audits for each ε and subject")
+    parser.add_argument("--trials", type=int, default=10_000, help="number of releases in each of the two worlds")
+    parser.add_argument("--out", type=Path, default=Path("docs/audit"), help="folder for results and plot")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = measure(options.repeats, options.trials)
+    (options.out / "power.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    plot(rows, options.out / "mechanism.png")
     for row in rows:
         print(
             f"claimed ε = {row['claimed']:g} (δ = {row['delta']:g}, add-remove, exact accountant), {row['subject']}: "

@@ -1,10 +1,10 @@
-"""NormTopK inside a training step, beside plain Opacus, in one run: time and memory.
+"""Time and memory of a training step with NormTopK, compared with plain Opacus in the same run.
 
 python -m benchmarks.dpsgd [--batch 512] [--topk 0.8] [--device cuda]
 
-Prints JSON lines. Both sides do a whole step (forward, per-sample gradients, clip, noise, update) of the paper's MNIST
-network on the same batch, taking turns; the ratio is of the medians. Memory is the peak of a process (CPU: resident, in
-a process of its own for each side; GPU: allocated).
+Prints JSON lines. Both sides alternate whole steps (forward, per-sample gradients, clipping, noise, update) of the
+paper's MNIST network on the same batch; the ratio is that of the medians. Memory is the peak of a process (CPU:
+resident, in a separate process for each side; GPU: allocated).
 """
 
 import argparse
@@ -30,7 +30,7 @@ from datalens.released.classifier import seeded
 
 
 def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callable[[], object]:
-    """One training step of this side."""
+    """Return a function that does one training step of this side."""
     random = torch.Generator().manual_seed(0)
     x = torch.rand(batch, 1, 28, 28, generator=random).to(device)
     y = torch.randint(0, 10, (batch,), generator=random).to(device)
@@ -57,7 +57,7 @@ def stepper(side: str, batch: int, topk: float, device: torch.device) -> Callabl
 
 
 def timed(batch: int, topk: float, device: torch.device, repeats: int) -> dict[str, float]:
-    """Seconds of a step of each side, taking turns."""
+    """Return the median seconds of a step of each side; the sides take turns."""
     sides = {side: stepper(side, batch, topk, device) for side in ("opacus", "ours")}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(repeats + 3):
@@ -69,7 +69,7 @@ def timed(batch: int, topk: float, device: torch.device, repeats: int) -> dict[s
 
 
 def peak(side: str, batch: int, topk: float, device: torch.device) -> int:
-    """Bytes, after some steps."""
+    """Return the peak memory in bytes, after some steps."""
     step = stepper(side, batch, topk, device)
     for _ in range(4):
         step()
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     parser.add_argument("--topk", type=float, default=0.8)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peak", help="of one side; used by itself")
+    parser.add_argument("--peak", help="measure the peak memory of one side; for internal use")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)
     if arguments.peak:
@@ -92,18 +92,18 @@ if __name__ == "__main__":
         sys.exit()
     print(json.dumps({"machine": describe(chosen)}), flush=True)
     common = ["--batch", str(arguments.batch), "--topk", str(arguments.topk), "--device", arguments.device]
-    # First, while this process is small: a child starts with the peak of its parent.
+    # Memory first, while this process is small: a child starts with the peak of its parent.
     memory = {
         side: int(subprocess.check_output([sys.executable, "-m", "benchmarks.dpsgd", *common, "--peak", side]))
         for side in ("opacus", "ours")
     }
-    found = timed(arguments.batch, arguments.topk, chosen, arguments.repeats)
+    times = timed(arguments.batch, arguments.topk, chosen, arguments.repeats)
     line = {
         "batch": arguments.batch,
         "topk": arguments.topk,
-        "opacus_seconds": round(found["opacus"], 5),
-        "ours_seconds": round(found["ours"], 5),
-        "time_ratio": round(found["ours"] / found["opacus"], 3),
+        "opacus_seconds": round(times["opacus"], 5),
+        "ours_seconds": round(times["ours"], 5),
+        "time_ratio": round(times["ours"] / times["opacus"], 3),
         "opacus_bytes": memory["opacus"],
         "ours_bytes": memory["ours"],
         "memory_ratio": round(memory["ours"] / memory["opacus"], 3),

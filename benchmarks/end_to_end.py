@@ -1,9 +1,9 @@
-"""The whole run, as a user starts it: `datalens train --data mnist --epsilon 1`, and what one by one would take.
+"""Time of a whole run of `datalens train --data mnist --epsilon 1`, compared with training teachers one by one.
 
 python -m benchmarks.end_to_end [--method datalens] [--epsilon 1] [--loop 20]
 
-Prints one JSON line: seconds from start to release, seconds an iteration, peak memory of the process, and, measured in
-the same run, an iteration of the same teachers trained one by one as plain PyTorch modules.
+Prints one JSON line: seconds from start to release, seconds per iteration, the peak memory of the process, and the time
+of an iteration of the same teachers trained one by one as plain PyTorch modules, measured in the same call.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def measure(method: str, epsilon: float, loop: int, device: torch.device) -> dic
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "datalens", "train", "--data", "mnist", "--epsilon", str(epsilon)]
-        command += ["--warm-start", "off"]  # teachers are what is timed here
+        command += ["--warm-start", "off"]  # this benchmark times teachers
         done = subprocess.run(
             [*command, "--method", method, "--device", device.type, "--out", str(run), "--json"],
             stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="datalens")
     parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--loop", type=int, default=20, help="teachers to train one by one")
+    parser.add_argument("--loop", type=int, default=20, help="number of teachers to train one by one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: the ceilings that the other benchmarks are fractions of."""
+"""The measured peak performance of this machine, with which the other benchmarks are compared."""
 
 import platform
 import time
@@ -8,7 +8,7 @@ import torch
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, repeats: int = 5, warm: int = 2) -> float:
-    """The median of some runs, after warming up."""
+    """Return the median seconds of some runs, after warm-up."""
     times = []
     for i in range(warm + repeats):
         begin = now(device)
@@ -20,27 +20,28 @@ def seconds(work: Callable[[], object], device: torch.device, *, repeats: int = 
 
 
 def now(device: torch.device) -> float:
+    """Return the time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """Bytes a second read plus written by a copy, and floating-point operations a second of large products."""
+    """Return bytes per second that a copy reads and writes, and operations per second of large matrix products."""
     gpu = device.type == "cuda"
     source = torch.ones(2**30 if gpu else 2**25, device=device)
-    found = {"copy_bytes": 2 * source.nbytes / seconds(_copier(source), device)}
+    rates = {"copy_bytes": 2 * source.nbytes / seconds(_copier(source), device)}
     del source
     size = 8192 if gpu else 1024
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
-    found["float32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+    rates["float32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
     if gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
-        found["tf32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+        rates["tf32_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
         torch.backends.cuda.matmul.allow_tf32 = False
         a, b = a.bfloat16(), b.bfloat16()
-        found["bf16_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
+        rates["bf16_flops"] = 2 * size**3 / seconds(lambda: a @ b, device)
+    return {name: float(f"{value:.4g}") for name, value in rates.items()}
 
 
 def _copier(source: torch.Tensor) -> Callable[[], object]:

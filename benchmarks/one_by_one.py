@@ -1,6 +1,6 @@
-"""The same teachers as plain PyTorch modules, one after the other: what the vectorised ensemble is measured against.
+"""The teachers as plain PyTorch modules, one after the other: the baseline of the vectorised ensemble's benchmarks.
 
-Also the oracle of its tests: both must train to the same weights and give the same gradients.
+It is also the oracle of its tests: both must train to the same weights and give the same gradients.
 """
 
 import torch
@@ -25,7 +25,7 @@ class SpectralModule(nn.Module):
 
 
 class ConvolutionalModule(nn.Module):
-    """One discriminator written with torch's own layers, the label concatenated as one-hot planes as in DC-GAN."""
+    """One discriminator of torch's own layers. The label is concatenated as one-hot planes, as in DC-GAN."""
 
     def __init__(self, network: Convolutional, start: dict[str, Tensor]) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class ConvolutionalModule(nn.Module):
             if self.network.label_planes:
                 x = torch.cat([x, one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])], dim=1)
             x = F.leaky_relu(norm(conv(x)), 0.2)
-        x = x.permute(0, 2, 3, 1).flatten(1)  # our dense layer sees positions before channels
+        x = x.permute(0, 2, 3, 1).flatten(1)  # our dense layer has positions before channels
         x = F.leaky_relu(self.norm(self.dense(torch.cat([x, one_hot], dim=1))), 0.2)
         return self.out(torch.cat([x, one_hot], dim=1)).squeeze(1) + per_class
 
 
 class OneTeacher:
-    """Module, optimiser and share of one teacher. `definition` is the network that makes start values and features."""
+    """Module, optimiser and share of one teacher. `definition` is the network of initial weights and features."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class OneTeacher:
         real, labels = self.definition.from_rows(rows)[0], labels[0]
         real_losses = F.softplus(-self.module(real, labels))
         fake_losses = F.softplus(self.module(fake, fake_labels))
-        # Each class weighs what the teacher's own records say.
+        # Classes have the weights of the teacher's own records.
         same = labels.unsqueeze(1) == fake_labels
         real_weight = same.any(dim=1) / len(labels)
         fake_weight = (same / same.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0) / len(labels)
@@ -115,7 +115,7 @@ class OneTeacher:
         self.adam.step()
 
     def image_gradient(self, fake: Tensor, fake_labels: Tensor) -> Tensor:
-        """[m, d]"""
+        """Return the gradient of log D with respect to fake images [m, d]."""
         inputs = fake.detach().requires_grad_()
         (slope,) = torch.autograd.grad(F.logsigmoid(self.module(inputs, fake_labels)).sum(), inputs)
         return self.definition.to_basis(slope.unsqueeze(0))[0]

@@ -1,10 +1,11 @@
-"""How many votes change when large products are in tf32 instead of (nearly) float32. Needs a GPU.
+"""How many votes change if large products use tf32 instead of (nearly) float32. Needs a GPU.
 
 python -m benchmarks.precision [--teachers 1000] [--networks compact paper] [--steps 20]
 
-Prints JSON lines. `same_weights`: one set of teachers, asked twice. `after_training`: two sets, trained apart in either
-precision. `other_draw`: the same gradients, with other draws of the sign (at the paper's clip constant nearly
-every sign is certain, so this is close to nothing). `sums_correlate`: the vote sums of the two sets.
+Prints JSON lines. `same_weights`: one set of teachers votes in both precisions. `after_training`: two sets are trained
+separately, one in each precision. `other_draw`: the same gradients, with other random draws of the sign (with the
+paper's clipping constant nearly every sign is certain, so this is close to 0). `sums_correlate`: correlation of the
+vote sums of the two sets.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def measure(name: str, count: int, steps: int, device: torch.device) -> dict[str
 
 
 def _changed(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the votes cast in either, the part that is not the same in both."""
+    """Return the fraction of votes cast in either that are not the same in both."""
     return round(float((a != b).sum() / ((a != 0) | (b != 0)).sum()), 5)
 
 

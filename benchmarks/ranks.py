@@ -1,11 +1,11 @@
-"""Several ranks: what they gain here, what crosses the wire, and what a cluster would do. Prints JSON, a line each.
+"""Several ranks: their speed-up on this machine, the bytes they exchange, and a model of clusters. Prints JSON lines.
 
 python -m benchmarks.ranks measure [--ranks 1 2 4] [--teachers 4000] [--network spectral] [--iterations 12]
 python -m benchmarks.ranks wire
 python -m benchmarks.ranks model [--seconds-per-1000-teachers S] [--latency S] [--bandwidth BYTES/S] …
 
-`measure`: gloo, one thread a rank. An iteration is two teacher steps and the vote of all teachers. The numbers of ranks
-take turns, so that what else the machine does hits all of them alike.
+`measure` uses gloo with one thread per rank. An iteration is two teacher steps and the vote of all teachers. The
+numbers of ranks take turns, so that other load on the machine affects all of them equally.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def be_a_rank(rank: int, size: int, port: int, options: dict[str, Any], answer: 
 
 
 def prepare(options: dict[str, Any], numbers: range) -> tuple[Any, Any, tuple[int, int, int, int], Any]:
-    """This rank's teachers on random records, how they are compressed, and the fakes all are shown."""
+    """Return this rank's teachers on random records, their compressor, a batch's shape, and a function of fakes."""
     import numpy as np
     import torch
 
@@ -87,7 +87,7 @@ def prepare(options: dict[str, Any], numbers: range) -> tuple[Any, Any, tuple[in
 
 
 def once(size: int, options: dict[str, Any]) -> list[float]:
-    """Seconds of each iteration on `size` ranks."""
+    """Return the seconds of each iteration on `size` ranks."""
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,29 +104,29 @@ def once(size: int, options: dict[str, Any]) -> list[float]:
 
 
 def measure(sizes: list[int], options: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """The median iteration by number of ranks, and of the messages alone (as many teachers as ranks)."""
+    """Return the median time of an iteration by number of ranks, and of its messages alone (one teacher per rank)."""
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    words: dict[int, list[float]] = {size: [] for size in sizes}
+    messages: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
         for size in sizes:
             times[size] += once(size, options)
-            words[size] += once(size, options | {"teachers": size, "iterations": 100})
-    found = []
+            messages[size] += once(size, options | {"teachers": size, "iterations": 100})
+    rows = []
     for size in sizes:
         middle = _median(times[size])
-        found.append(
+        rows.append(
             {
                 "ranks": size,
                 **{name: options[name] for name in ("teachers", "network")},
                 "seconds_per_iteration": round(middle, 4),
                 "times_as_fast": round(_median(times[sizes[0]]) / middle, 2),
-                # One teacher a rank: what an iteration costs whatever the teachers cost.
-                "seconds_with_one_teacher_a_rank": round(_median(words[size]), 5),
+                # One teacher per rank: the part of an iteration that does not depend on the number of teachers.
+                "seconds_with_one_teacher_a_rank": round(_median(messages[size]), 5),
                 "iterations": len(times[size]),
                 "cores": os.cpu_count(),
             }
         )
-    return found
+    return rows
 
 
 def _median(values: list[float]) -> float:
@@ -138,9 +138,9 @@ def _median(values: list[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Bytes of one iteration. What rank 0 sends goes to every rank; what it gets is summed on the way."""
+    """Bytes of one iteration. Rank 0 broadcasts to every rank; what it receives is reduced on the way."""
 
-    words: int  # from rank 0: two orders, each of three numbers and room for the labels, in int64
+    words: int  # from rank 0: two commands, each of three numbers and space for the labels, in int64
     fakes: int  # from rank 0: images in float32
     facts: int  # from every rank to every rank: a hash and a range
     loss: int  # to rank 0
@@ -164,18 +164,18 @@ SETTINGS = {  # batch, values in an image, coordinates voted in
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Measured on one machine, or read off a network's data sheet. Seconds and bytes."""
+    """Constants of the model, in seconds and bytes, measured on one machine or taken from a network's data sheet."""
 
     seconds_per_1000_teachers: float  # one iteration of 1000 teachers on one GPU
-    seconds_at_least: float  # one iteration of very few teachers: launches, not work
-    seconds_of_rank_0: float  # what only rank 0 does: student, charge, noise, journal
+    seconds_at_least: float  # one iteration of very few teachers: the time of kernel launches
+    seconds_of_rank_0: float  # work of rank 0 alone: student, charge, noise, journal
     latency: float  # of one message between two machines, through the CPU
     latency_gpu: float  # of one hop between two GPUs
     bandwidth: float  # bytes a second between two machines
 
 
 def model(gpus: int, teachers: int, sizes: Wire, c: Constants) -> dict[str, Any]:
-    """Seconds of one iteration. Broadcast and reduce are trees as deep as the logarithm of the GPUs."""
+    """Return the modelled time of one iteration. Broadcast and reduce are trees of depth log2 of the number of GPUs."""
     mine = math.ceil(teachers / gpus)
     depth = math.ceil(math.log2(gpus)) if gpus > 1 else 0
     compute = max(c.seconds_at_least, mine * c.seconds_per_1000_teachers / 1000)
@@ -215,27 +215,27 @@ def main() -> None:
     there.add_argument("--bandwidth", type=float, default=12.5e9)
     there.add_argument("--settings", choices=list(SETTINGS), default="mnist, datalens-paper")
     there.add_argument(
-        "--teachers", type=int, default=4000, help="of one GPU where they grow with the GPUs, else of all"
+        "--teachers", type=int, default=4000, help="number in all, or per GPU where it grows with the number of GPUs"
     )
-    asked = vars(parser.parse_args())
-    command = asked.pop("command")
+    options = vars(parser.parse_args())
+    command = options.pop("command")
     if command == "measure":
-        sizes, rounds = asked.pop("ranks"), asked.pop("rounds")
-        for row in measure(sizes, asked, rounds):
+        sizes, rounds = options.pop("ranks"), options.pop("rounds")
+        for row in measure(sizes, options, rounds):
             print(json.dumps(row), flush=True)
         return
     if command == "wire":
         for name, (batch, pixels, coordinates) in SETTINGS.items():
             print(json.dumps({"settings": name, **asdict(wire(batch=batch, pixels=pixels, coordinates=coordinates))}))
         return
-    batch, pixels, coordinates = SETTINGS[asked.pop("settings")]
-    teachers = asked.pop("teachers")
-    constants, sizes = Constants(**asked), wire(batch=batch, pixels=pixels, coordinates=coordinates)
+    batch, pixels, coordinates = SETTINGS[options.pop("settings")]
+    teachers = options.pop("teachers")
+    constants, sizes = Constants(**options), wire(batch=batch, pixels=pixels, coordinates=coordinates)
     print(json.dumps({"constants": asdict(constants), "wire": asdict(sizes)}))
     for gpus in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
         print(json.dumps({"kind": "the same teachers", **model(gpus, teachers, sizes, constants)}))
     for gpus in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
-        # Against one GPU with as many teachers: what it would take by chunking.
+        # Compared with one GPU that has all teachers, in chunks.
         print(json.dumps({"kind": "teachers grow with the GPUs", **model(gpus, teachers * gpus, sizes, constants)}))
 
 

@@ -1,15 +1,15 @@
-"""Does TopAgg make images from private moments better? What it gets for nothing here, it would have to pay for there.
+"""Whether TopAgg improves images from private moments, if it has an additional budget, which a real run would not have.
 
 python -m benchmarks.refinement --data fashion-mnist [--epsilon 1] [--rates 1e-3 1e-4 1e-5] [--steps 150]
 
 1. Private moments at ε, as `datalens train` makes them; their images are scored.
-2. A DC-GAN generator learns them: from the noise an image was drawn from, and its class, to the image. Scored.
+2. A DC-GAN generator learns to reproduce each image from its noise and class, and is scored.
 3. Teachers vote on that generator's images, in cosine coordinates, with **another** ε of their own: twice the budget in
-   all. Scored, for several learning rates of the student.
+   all. The result is scored, for several learning rates of the student.
 
-If 3 is not better than 1, TopAgg is worth no part of the budget. Scores are of classifiers tested on real images that
-were held out of training: a sixth of the training set. The test set is not read. For the owner: not covered by ε.
-Prints one JSON line a score.
+If 3 is not better than 1, TopAgg is worth no part of the budget. The scores are accuracies of classifiers on real
+images that were held out of training: a sixth of the training set. The test set is not read. For the owner: not covered
+by ε. Prints one JSON line per score.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from datalens.run.ranks import World
 
 
 def learn(model: MomentModel, latent: int, classes: int, steps: int, device: torch.device) -> Generator:
-    """A generator that makes of the same noise the same image. Post-processing of released values."""
+    """Return a generator trained to map each noise to the moment model's image. This is post-processing."""
     generator = Generator(dcgan_architecture(model.start.shape, classes, latent=latent, latent_law="normal"))
     initialise(generator, streams.generator(0, "student"))
     generator.to(device).train()
@@ -65,7 +65,7 @@ def learn(model: MomentModel, latent: int, classes: int, steps: int, device: tor
 
 
 def refine(options: TrainOptions, start: Generator, device: torch.device, rate: float) -> Generator:
-    """Algorithm 1 from there, with a budget of its own."""
+    """Run Algorithm 1 from this generator, with a budget of its own."""
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size)
     budget, settings = make_plan(options, records.schema)
@@ -121,11 +121,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="fashion-mnist")
     parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=150, help="of TopAgg")
+    parser.add_argument("--steps", type=int, default=150, help="number of steps of TopAgg")
     parser.add_argument("--learning", type=int, default=4000, help="steps of the generator that learns the moments")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1e-4, 1e-5])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=held_out.COUNT, help="a classifier is trained on")
+    parser.add_argument("--images", type=int, default=held_out.COUNT, help="number of training images of a classifier")
     parser.add_argument("--epochs", type=int, default=held_out.EPOCHS)
     asked = parser.parse_args()
     held_out.COUNT, held_out.EPOCHS = asked.images, asked.epochs

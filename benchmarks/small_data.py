@@ -1,9 +1,9 @@
-"""How utility falls with fewer records: our default on subsets of a training set.
+"""How utility depends on the number of records: the default method on subsets of a training set.
 
 python -m benchmarks.small_data --data mnist [--epsilon 1 10] [--counts 1000 3000 10000 50000]
 
-Scores are of classifiers tested on records that were held out of training. For the owner: not covered by ε.
-Prints one JSON line a score.
+The scores are accuracies of classifiers on records that were held out of training. For the owner: not covered by ε.
+Prints one JSON line per score.
 """
 
 import argparse
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--counts", type=int, nargs="+", default=[1000, 3000, 10_000, 50_000])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=held_out.COUNT, help="a classifier is trained on")
+    parser.add_argument("--images", type=int, default=held_out.COUNT, help="number of training images of a classifier")
     parser.add_argument("--epochs", type=int, default=held_out.EPOCHS)
     asked = parser.parse_args()
     held_out.COUNT, held_out.EPOCHS = asked.images, asked.epochs

@@ -2,9 +2,9 @@
 
 python -m benchmarks.teachers [--teachers 500 1000 … 16000] [--networks spectral compact paper] [--loop 20]
 
-Prints JSON lines: first what the machine can do at best, then a line per network and number of teachers. Each stands
-beside `--loop` of the same teachers trained one by one as plain PyTorch modules in the same run, and beside the floor:
-the bytes that must move and the products that must be computed, at the measured ceilings.
+Prints JSON lines: first the machine's measured peak performance, then a line per network and number of teachers. Each
+is compared with `--loop` of the same teachers trained one by one as plain PyTorch modules in the same run, and with a
+lower bound: the time of the bytes that must move and the products that must be computed, at peak performance.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def make_fakes(device: torch.device) -> Fakes:
 
 
 def floor(network: Network, teachers: int, limits: dict[str, float]) -> tuple[float, float, float]:
-    """Bytes, operations, and the seconds they take at the ceilings, of one iteration.
+    """Return the bytes and operations of one iteration, and the seconds that they take at peak performance.
 
-    Bytes: a step reads and writes weights and moments and reads the weights twice more (forward, backward); every
-    activation is written and read once, and so is its gradient. Caches, and kernels that fuse all of it, could do
-    with less.
+    Bytes: a step reads and writes weights and moments, and reads the weights twice more (forward, backward); every
+    activation is written and read once, and so is its gradient. Caches, or kernels that fuse everything, could need
+    fewer bytes.
     """
     weights = sum(value[0].numel() for value in network.parameters(torch.tensor([0]), 0).values())
     if isinstance(network, Spectral):
@@ -119,7 +119,7 @@ def measure(
 def one_by_one(
     network: Network, shares: Shares, fakes: Fakes, compress: TopKSign, count: int, device: torch.device
 ) -> float:
-    """Seconds of an iteration per teacher, over `count` teachers."""
+    """Return the seconds of an iteration per teacher, averaged over `count` teachers."""
     several = [OneTeacher(network, i, shares, rate=1e-3, decay=0.0, **LEARNING) for i in range(count)]
     fake = network.features(fakes.images)
 
@@ -136,19 +136,19 @@ def one_by_one(
 
 
 def peak_gib(device: torch.device) -> float:
-    """Of GPU memory, or of this process's."""
+    """Return the peak of GPU memory, or of this process's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def line_through(lines: list[dict[str, object]]) -> dict[str, object]:
-    """Whether time is linear in the number of teachers: slope, and R² of a straight line."""
+    """Fit a straight line to time against the number of teachers, and return its slope and R²."""
     teachers = np.array([line["teachers"] for line in lines], dtype=float)
     times = np.array([line["iteration_seconds"] for line in lines], dtype=float)
     slope, start = np.polyfit(teachers, times, 1)
-    left = times - slope * teachers - start
-    r2 = 1 - (left**2).sum() / ((times - times.mean()) ** 2).sum()
+    residuals = times - slope * teachers - start
+    r2 = 1 - (residuals**2).sum() / ((times - times.mean()) ** 2).sum()
     return {"network": lines[0]["network"], "seconds_per_1000_teachers": round(1000 * slope, 5), "r2": round(r2, 5)}
 
 
@@ -177,17 +177,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teachers", type=int, nargs="+", default=[4000])
     parser.add_argument("--networks", nargs="+", default=["spectral", "compact", "paper"])
-    parser.add_argument("--loop", type=int, default=20, help="teachers to train one by one; 0: none")
-    parser.add_argument("--plot", help="a picture of time against the number of teachers")
-    parser.add_argument(
-        "--room", type=float, help="GiB of the GPU to use; the rest of the teachers lies in host memory"
-    )
+    parser.add_argument("--loop", type=int, default=20, help="number of teachers to train one by one; 0: none")
+    parser.add_argument("--plot", help="file for a plot of time against the number of teachers")
+    parser.add_argument("--room", type=float, help="GiB of GPU memory to use; other teachers are in host memory")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)
     best = ceilings(chosen)
     print(json.dumps({"machine": describe(chosen), "ceilings": best}), flush=True)
-    found = []
+    lines = []
     room = int(arguments.room * 2**30) if arguments.room else None
     for network_name in arguments.networks:
         sweep = []
@@ -196,6 +194,6 @@ if __name__ == "__main__":
             print(json.dumps(sweep[-1]), flush=True)
         if len(sweep) > 2:
             print(json.dumps(line_through(sweep)), flush=True)
-        found += sweep
+        lines += sweep
     if arguments.plot:
-        plot(found, f"Two teacher steps and a vote, {describe(chosen)['device']}", arguments.plot)
+        plot(lines, f"Two teacher steps and a vote, {describe(chosen)['device']}", arguments.plot)

@@ -1,17 +1,17 @@
-"""Compares, byte for byte, what two versions of the source make of the same seeds.
+"""Compares, byte for byte, the outputs of two versions of the source with the same seeds.
 
     python tools/bits.py BASE                  # this working tree against a commit, or against another checkout
-    python tools/bits.py BASE --cases sgd,csv  # the cases whose name has one of these words in it
+    python tools/bits.py BASE --cases sgd,csv  # only cases whose name contains one of these words
     python tools/bits.py BASE --ignore release/report.html,CERTIFICATE.md   # files that were changed on purpose
 
 Each case is a tiny run with seeded noise: `datalens train` (or `sgd`), `verify` and `sample`, in a process of its own
-that has the source of one side first on its path. Compared is all that the commands print as JSON, and all that lies in
-the run folder: options, settings, ledger, checkpoints, losses, weights, certificate, pages, pictures; and the sampled
-images. What a clock or the system's noise decides is masked (`MASKED`, `BY_NOISE`), and nothing else.
+that has the source of one side first on its path. Everything is compared that the commands print as JSON, everything in
+the run folder (options, settings, ledger, checkpoints, losses, weights, certificate, pages, pictures), and the sampled
+images. Only values that depend on a clock or on the system's noise are masked (`MASKED`, `BY_NOISE`).
 
-Hashes of what a base commit made are kept in the system's folder for temporary files and used again (`--fresh` makes
-them anew). `--keep FOLDER` leaves both sides' files there, to look at. Exit code 1 says that something differs. A case
-that fails counts as one that differs, even if it fails on both sides.
+The hashes of a base commit's outputs are cached in the system's temporary folder; `--fresh` computes them again.
+`--keep FOLDER` leaves the files of both sides there for inspection. Exit code 1 means that something differs. A case
+that fails counts as different, even if it fails on both sides.
 """
 
 import argparse
@@ -32,13 +32,13 @@ import numpy as np
 from PIL import Image
 
 HERE = Path(__file__).parents[1]
-AT_ONCE = 2  # processes
+AT_ONCE = 2  # number of processes
 
-# Fields that say when, how long or by which system something was made; `*` is every file and every JSON line.
+# Fields that state when, in how much time or on which system something was made; `*` is every file and JSON line.
 MASKED = {
     "*": ("seconds", "time", "versions"),
     "budget.jsonl": ("run", "turn", "hash", "previous"),
-    "config.json": ("run", "turn"),  # which reservation in the data set's budget is this run's
+    "config.json": ("run", "turn"),  # identify the run's reservation in the budget of the data set
 }
 # Files that depend on noise which has no seed, and fields with hashes of such files.
 BY_NOISE = (
@@ -50,34 +50,34 @@ BY_NOISE = (
     "/journal/",
     "/checkpoints/",
 )
-FAILED = "failed"  # in the place of hashes: why there are none
+FAILED = "failed"  # key of an error message, if there are no hashes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its options, where `train` or `sgd` is the verb, and whether its noise has a seed."""
+    """One run: its options, its verb (`train` or `sgd`), and whether its noise has a seed."""
 
     name: str
     options: str
     verb: str = "train"
     seeded: bool = True
-    before: str = ""  # a command that comes first
-    again: bool = False  # the release is taken away, and `--resume` makes it again
+    before: str = ""  # a command to run first
+    again: bool = False  # delete the release, and make it again with `--resume`
 
     @property
     def commands(self) -> list[str]:
-        """What is called, in order, in the folder of the case."""
+        """Return the commands to run, in order, in the folder of the case."""
         seed = " --noise-seed 7" if self.seeded else ""
-        found = [self.before] if self.before else []
-        found.append(f"{self.verb} {self.options}{seed} --out run --json")
-        found += [f"{self.verb} --resume --out run --json"] if self.again else []
-        found.append("verify run --json")
+        lines = [self.before] if self.before else []
+        lines.append(f"{self.verb} {self.options}{seed} --out run --json")
+        lines += [f"{self.verb} --resume --out run --json"] if self.again else []
+        lines.append("verify run --json")
         if self.verb == "train":
-            found.append("sample run --count 20 --seed 3 --out images.npz --json")
-        return found
+            lines.append("sample run --count 20 --seed 3 --out images.npz --json")
+        return lines
 
 
-# What a case's process runs: `python -m datalens` for each command, one after the other; torch is loaded once.
+# The program of a case's process: `python -m datalens` for each command in turn, so that torch is loaded once.
 CHILD = """
 import contextlib, runpy, shutil, sys
 for number, command in enumerate(sys.argv[1:]):
@@ -138,7 +138,7 @@ CASES = (
 
 
 def make_own(folder: Path) -> None:
-    """Write 180 small images of three classes and sixty persons, as a folder and as a CSV; always the same."""
+    """Write 180 small images of three classes and sixty persons, as a folder and as a CSV: the same in every call."""
     random, lines = np.random.default_rng(0), ["file_name,kind,person"]
     down, across = np.mgrid[0:10, 0:10] / 10
     for angle, kind in enumerate(("left", "right", "up")):
@@ -153,7 +153,7 @@ def make_own(folder: Path) -> None:
 
 
 def perform(case: Case, source: Path, place: Path) -> dict[str, str]:
-    """Run the case's commands in a fresh folder, in a fresh process; hashes of all that is compared, by its name."""
+    """Run a case's commands in a new process and folder, and return hashes of all compared contents, by name."""
     shutil.rmtree(place, ignore_errors=True)
     make_own(place / "own")
     environment = os.environ | {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -166,39 +166,39 @@ def perform(case: Case, source: Path, place: Path) -> dict[str, str]:
 
 
 def remembered(case: Case, source: Path, place: Path, kept: Path | None) -> dict[str, str]:
-    """What an earlier call found on the base's side, or what is found now. A failure is not remembered."""
+    """Return the base's hashes, cached by an earlier call or computed now. Failures are not cached."""
     if kept is None:
         return perform(case, source, place)
     path = kept / f"{case.name}-{hashlib.sha256(repr((case, MASKED, BY_NOISE)).encode()).hexdigest()[:12]}.json"
     if path.exists():
-        found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    found = perform(case, source, place)
-    if FAILED not in found:
+        hashes: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return hashes
+    hashes = perform(case, source, place)
+    if FAILED not in hashes:
         kept.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found), encoding="utf-8")
-    return found
+        path.write_text(json.dumps(hashes), encoding="utf-8")
+    return hashes
 
 
 def contents(case: Case, place: Path) -> dict[str, bytes]:
-    """Everything that is compared, by its name, with what may differ masked."""
-    found = {}
+    """Return all contents to compare, by name, with values that may differ masked."""
+    compared = {}
     for path in sorted(filter(Path.is_file, place.rglob("*"))):
         name, content = str(path.relative_to(place)), path.read_bytes()
         if not case.seeded and any(part in name for part in BY_NOISE):
-            found[name] = _ordered(content)[0] if name.endswith(".safetensors") else b""
+            compared[name] = _ordered(content)[0] if name.endswith(".safetensors") else b""
         elif name.endswith(".safetensors"):
-            found[name] = b"".join(_ordered(content))
+            compared[name] = b"".join(_ordered(content))
         elif name.endswith(".npz"):
             with np.load(io.BytesIO(content)) as arrays:
-                found |= {f"{name}:{key}": _masked(name, arrays[key].tobytes(), place) for key in arrays.files}
+                compared |= {f"{name}:{key}": _masked(name, arrays[key].tobytes(), place) for key in arrays.files}
         elif name.endswith(".png"):
-            found[name] = content
+            compared[name] = content
         else:
-            found[name] = _masked(name, content, place)
+            compared[name] = _masked(name, content, place)
             if not case.seeded and not name.endswith("ledger.jsonl"):
-                found[name] = re.sub(rb"[0-9a-f]{64}", b"HASH", found[name])
-    return found
+                compared[name] = re.sub(rb"[0-9a-f]{64}", b"HASH", compared[name])
+    return compared
 
 
 def _masked(name: str, content: bytes, place: Path) -> bytes:
@@ -209,13 +209,13 @@ def _masked(name: str, content: bytes, place: Path) -> bytes:
 
 
 def _ordered(content: bytes) -> tuple[bytes, bytes]:
-    """A safetensors file's header, its fields in one order (safetensors writes them in any), and its tensors."""
+    """Return a safetensors file's header with sorted fields (safetensors writes them in any order), and its tensors."""
     end = 8 + int.from_bytes(content[:8], "little")
     return json.dumps(json.loads(content[8:end]), sort_keys=True).encode(), content[end:]
 
 
 def compare(base: dict[str, str], here: dict[str, str], ignore: list[str]) -> str:
-    """`same`, or what differs between the two sides."""
+    """Return a line that begins with `same`, or says what differs between the two sides."""
     if FAILED in here or FAILED in base:
         return f"FAILED here: {here[FAILED]}" if FAILED in here else f"FAILED in the base: {base[FAILED]}"
     differ = [name for name in sorted({*base, *here}) if base.get(name) != here.get(name)]
@@ -226,36 +226,36 @@ def compare(base: dict[str, str], here: dict[str, str], ignore: list[str]) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="a commit, or the folder of another checkout")
-    parser.add_argument("--cases", default="", help="words, with commas between: cases with one of them in their name")
-    parser.add_argument("--ignore", default="", help="parts of names of files that are not compared")
-    parser.add_argument("--fresh", action="store_true", help="do not use the base's hashes of an earlier call")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the files of both sides there")
-    asked = parser.parse_args()
-    words, ignore = ([word for word in said.split(",") if word] for said in (asked.cases, asked.ignore))
+    parser.add_argument("--cases", default="", help="comma-separated words: run cases whose name contains one of them")
+    parser.add_argument("--ignore", default="", help="comma-separated parts of names of files that are not compared")
+    parser.add_argument("--fresh", action="store_true", help="compute the base's hashes again")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the files of both sides in this folder")
+    options = parser.parse_args()
+    words, ignore = ([word for word in text.split(",") if word] for text in (options.cases, options.ignore))
     cases = [case for case in CASES if not words or any(word in case.name for word in words)]
     if not cases:
-        sys.exit(f"no case has {asked.cases} in its name: {', '.join(case.name for case in CASES)}")
+        sys.exit(f"no case has {options.cases} in its name: {', '.join(case.name for case in CASES)}")
     failed = 0
     with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        source, kept = find_base(asked.base, Path(temporary))
-        kept = None if asked.fresh or asked.keep else kept
-        folder = (asked.keep or Path(temporary)).resolve()
+        source, kept = find_base(options.base, Path(temporary))
+        kept = None if options.fresh or options.keep else kept
+        folder = (options.keep or Path(temporary)).resolve()
         jobs = []
         for case in cases:
             base = pool.submit(remembered, case, source, folder / "base" / case.name, kept)
             jobs.append((case, base, pool.submit(perform, case, HERE, folder / "here" / case.name)))
         for case, base, here in jobs:
-            said = compare(base.result(), here.result(), ignore)
-            failed += not said.startswith("same")
-            print(f"{case.name:20} {said}", flush=True)
-            for side in ("base", "here") if asked.keep is None else ():
+            verdict = compare(base.result(), here.result(), ignore)
+            failed += not verdict.startswith("same")
+            print(f"{case.name:20} {verdict}", flush=True)
+            for side in ("base", "here") if options.keep is None else ():
                 shutil.rmtree(folder / side / case.name, ignore_errors=True)
     print(f"{len(cases) - failed} of {len(cases)} cases are the same")
     sys.exit(1 if failed else 0)
 
 
 def find_base(base: str, folder: Path) -> tuple[Path, Path | None]:
-    """The base's source, and where its hashes are kept; a folder may change between calls, so its are not."""
+    """Return the base's source and the folder of its cached hashes, which is None for a checkout, as it may change."""
     if (Path(base) / "src" / "datalens").is_dir():
         return Path(base).resolve(), None
     git = ["git", "-C", str(HERE)]

@@ -1,17 +1,17 @@
 """Writes tiny runs of the present version as fixtures, which all later versions must still read and finish.
 
-    python tools/freeze.py                     # into tests/fixtures/frozen-VERSION/, which must not be there
+    python tools/freeze.py                     # into tests/fixtures/frozen-VERSION/, which must not exist
     python tools/freeze.py --cases sgd --out F # some of them, into folder F
 
-The runs are cases of bits.py, and some that are interrupted: asked to stop after a step (they have a checkpoint, a
-release of what there is, parked steps of `sgd`), or killed after a release (they have a journal, and nothing else).
-Noise is the operating system's. Each run becomes CASE.tar.xz: `run/`, the images that `sample` drew, the budget and,
-for one that is to go on, the data, where these are its own; and `case.json`, which says what was called.
+The runs are cases of bits.py and some interrupted runs. Runs that were asked to stop after a step have a checkpoint, a
+release of the steps so far and parked steps of `sgd`; runs that were killed after a release have a journal and nothing
+else. Noise is the operating system's. Each run becomes CASE.tar.xz: `run/`, the images that `sample` drew, the budget,
+the data of a run that is to go on, if they are its own, and `case.json` with the commands.
 
-All is kept small. Generators are narrow (a release says how wide its own is; who resumes an interrupted run must make
-them as narrow). Weights in checkpoints are rounded to a few bits. Finished runs come without checkpoints and journal,
-and most without report.html, which `datalens report` writes anew. Paths in config.json begin with /frozen in the place
-of the folder in which they were made.
+Everything is kept small. Generators are narrow; a release states its own width, but to resume an interrupted run,
+generators must be made as narrow. Weights in checkpoints are rounded to a few bits. Finished runs have no checkpoints
+and journal, and most have no report.html, which `datalens report` can write again. In config.json, /frozen replaces the
+folder in which a run was made.
 """
 
 import argparse
@@ -41,7 +41,7 @@ STOPPED, KILLED = "stopped", "killed"
 DIGITS = "--data digits --epsilon 10 --preset quick"
 VOTES = f"{DIGITS} --teachers 2 --steps 4 --batch 8"
 BUDGET = "budget budget --epsilon 30 --delta 1e-5 --json"
-# What is interrupted, how, and after how many steps or released values.
+# Interrupted runs: the case, how it ends, and after how many steps or released values.
 INTERRUPTED = (
     (Case("topagg-stopped", VOTES), STOPPED, 2),
     (Case("topagg-killed", VOTES), KILLED, 2),
@@ -60,7 +60,7 @@ INTERRUPTED = (
     (Case("budget-killed", f"{VOTES} --budget budget", before=BUDGET), KILLED, 2),
 )
 
-# Comes before bits.CHILD. What is patched here is how today's modules are called: a later version says it its own way.
+# Runs before bits.CHILD. It patches today's modules by name; a later version must adapt it to its own.
 PRELUDE = """
 import dataclasses, os, signal, sys
 from datalens.released import generator
@@ -89,7 +89,7 @@ if how == "killed":
 
 
 def freeze(case: Case, how: str, after: int, folder: Path) -> Path:
-    """Make a run, and pack it. `how`: finished; or stopped or killed, after so many steps or values."""
+    """Make a run and pack it. `how` is finished, stopped or killed; the latter two end `after` steps or values."""
     case = dataclasses.replace(case, seeded=False)
     commands = [line for line in case.commands if how == "finished" or line.split()[0] in (case.verb, "budget")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -117,7 +117,7 @@ def freeze(case: Case, how: str, after: int, folder: Path) -> Path:
 
 
 def make_smaller(run: Path, *, finished: bool, page: bool) -> None:
-    """Take away what can be made again or will not be used, and round the weights in checkpoints."""
+    """Delete what can be made again or will not be used, and round the weights in checkpoints."""
     for path in [*(run / "checkpoints").iterdir(), *(run / "journal").iterdir()]:
         if finished:
             path.unlink()
@@ -135,14 +135,14 @@ def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def rounded(value: torch.Tensor) -> torch.Tensor:
-    """Cut a large float32 tensor's numbers down to their sign, exponent and three bits: these compress well."""
+    """Truncate the numbers of a large float32 tensor to sign, exponent and three bits, which compress well."""
     if value.dtype != torch.float32 or value.numel() < 100:
         return value
     return (value.contiguous().view(torch.int32) & ~0xFFFFF).view(torch.float32)
 
 
 def pack(place: Path, kept: list[str], target: Path) -> Path:
-    """Write the archive, with nothing of this machine in it."""
+    """Write the archive, without any trace of this machine."""
     with tarfile.open(target, "w:xz", preset=9) as archive:
         for path in sorted(path for name in kept for path in (place / name, *(place / name).rglob("*"))):
             if not path.exists():
@@ -158,15 +158,15 @@ def pack(place: Path, kept: list[str], target: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="", help="words, with commas between: cases with one of them in their name")
+    parser.add_argument("--cases", default="", help="comma-separated words: cases whose name contains one of them")
     parser.add_argument("--out", type=Path, default=HERE / "tests" / "fixtures" / f"frozen-{version('datalens')}")
-    asked = parser.parse_args()
-    words = [word for word in asked.cases.split(",") if word]
-    asked.out.mkdir(parents=True)  # what is frozen stays as it is
+    options = parser.parse_args()
+    words = [word for word in options.cases.split(",") if word]
+    options.out.mkdir(parents=True)  # fails if it exists: fixtures are never changed
     by_name = {case.name: case for case in CASES}
     for case, how, after in (*((by_name[name], "finished", 0) for name in FINISHED), *INTERRUPTED):
         if not words or any(word in case.name for word in words):
-            print(f"{case.name:20} {freeze(case, how, after, asked.out).stat().st_size:8,} bytes", flush=True)
+            print(f"{case.name:20} {freeze(case, how, after, options.out).stat().st_size:8,} bytes", flush=True)
 
 
 if __name__ == "__main__":

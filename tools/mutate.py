@@ -1,15 +1,15 @@
-"""Mutation testing of `privacy/`, `bounded/`, DP-SGD and the wiring of methods: one small change at a time; noticed?
+"""Mutation testing of `privacy/`, `bounded/`, DP-SGD and the wiring of methods, with one small change at a time.
 
     python tools/mutate.py                       every module, hours on one core
     python tools/mutate.py bounded/topk_sign.py  one module
     python tools/mutate.py --sample 20           some mutants of each, drawn at random
 
 A mutant that no test notices survives. Survivors that change nothing about privacy are listed with a reason in
-docs/mutation.md, which this script reads; any other makes it end with exit code 1.
+docs/mutation.md, which this script reads; any other survivor makes it end with exit code 1.
 
-The tree is copied first, so that edits during the run do not matter, and every mutant's tests run in a fork of a
-process that has loaded whatever they need but datalens. Tests that killed come first, then quick ones: the first that
-fails ends it. Hypothesis looks for a failure, and not for the smallest one.
+The tree is copied first, so that edits during the run do not matter. The tests of a mutant run in a fork of a process
+that has loaded everything they need except datalens. Tests that killed mutants run first, then quick ones; the first
+failure ends the mutant. Hypothesis does not shrink the failures that it finds.
 """
 
 import argparse
@@ -41,13 +41,13 @@ PRICES = (
 
 
 def wired(*methods: str) -> tuple[str, ...]:
-    """The watched runs of these methods."""
+    """Return the tests of the wiring audit for these methods."""
     name = "wiring/test_methods.py::test_nothing_crosses_but_what_is_paid_for"
     relations = ("add-remove-False", "add-remove-True", "replace-one-False")
     return tuple(f"{name}[{method}-{relation}]" for method in methods for relation in relations)
 
 
-# Module → its tests. They run in the order of what they have killed and how long they take.
+# Module → its tests. Those that killed most recently run first, then quick ones.
 TESTS: dict[str, tuple[str, ...]] = {
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
     "bounded/outer.py": ("unit/test_outer.py", "unit/test_record_moments.py", "unit/test_survivors.py"),
@@ -109,7 +109,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/accountant.py": (*PRICES, "unit/test_parts.py"),
     "privacy/calibration.py": PRICES,
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
-    # The wiring: what a method asks, samples, draws and hands on.
+    # The wiring: what a method releases, samples, draws and passes on.
     "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
     "driver.py": (
         *wired("datalens moments", "datalens topk-sign", "dpmerf"),
@@ -134,7 +134,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
 }
 
-# Slow, and about other things than these modules do by themselves: a theorem, an import, thousands of ledgers at once.
+# Slow tests of something other than these modules alone: a theorem, an import, thousands of ledgers at once.
 LEFT_OUT = (
     "unit/test_exact_noise.py::test_importing_datalens_does_not_import_opendp",
     "statistical/test_mechanism_audit.py::test_exact_discrete_noise_keeps_its_claim_and_a_broken_twin_does_not",
@@ -171,14 +171,17 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "sqrt": "abs", "exp": "expm1"}
 
-# Calls whose arguments are not swapped: it makes no difference, or (`isinstance`) it is an error in any test.
+# Calls whose arguments are not swapped, because it changes nothing or (`isinstance`) always fails.
 SYMMETRIC = {"min", "max", "minimum", "maximum", "logaddexp", "suppress", "isinstance"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One changed source. `before` and `after` show the statement around the change; they name the mutant, or the few
-    of one name where a module says the same twice."""
+    """One changed source.
+
+    `before` and `after` are the statement around the change. With the module they name the mutant; a module that has
+    the same statement twice has several mutants of one name.
+    """
 
     module: str
     line: int
@@ -195,24 +198,24 @@ class Mutant:
 
 
 def mutants(module: str, source: str) -> list[Mutant]:
-    """All of them, each once. Changes that only alter a message, a type or a docstring are left out."""
+    """Return all different mutants. Changes that only affect a message, a type or a docstring are left out."""
     tree = ast.parse(source)
-    found: dict[str, Mutant] = {}
+    by_text: dict[str, Mutant] = {}
     for path, statement in statements(tree):
         for before, after, changed in changes(statement):
             whole = copy.deepcopy(tree)
             put(whole, path, changed)
             text = ast.unparse(ast.fix_missing_locations(whole))
             mutant = Mutant(module=module, line=statement.lineno, before=before, after=after, source=text)
-            found.setdefault(text, mutant)
-    return list(found.values())
+            by_text.setdefault(text, mutant)
+    return list(by_text.values())
 
 
 Path_ = tuple[tuple[str, int], ...]
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[Path_, ast.stmt]]:
-    """Every statement that does something, with the way to it."""
+    """Yield every statement that does something, with its path in the tree."""
 
     def walk(node: ast.AST, path: Path_) -> Iterator[tuple[Path_, ast.stmt]]:
         for field in ("body", "orelse", "finalbody"):
@@ -232,7 +235,7 @@ def statements(tree: ast.Module) -> Iterator[tuple[Path_, ast.stmt]]:
 
 
 def is_silent(node: ast.stmt) -> bool:
-    """Imports, docstrings, type aliases, plain declarations."""
+    """Return whether a statement is an import, a docstring, a type alias or a plain declaration."""
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Global | ast.Nonlocal):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -251,7 +254,7 @@ def put(tree: ast.Module, path: Path_, statement: ast.stmt) -> None:
 
 
 def changes(statement: ast.stmt) -> Iterator[tuple[str, str, ast.stmt]]:
-    """(what it was, what it is, the changed statement). Of a compound statement its head alone."""
+    """Yield (text before, text after, changed statement). Of a compound statement only the head is changed."""
     head = headline(statement)
     for removed in removals(statement):
         yield head, headline(removed), removed
@@ -290,7 +293,7 @@ Swap = Callable[[ast.AST], list[Callable[[], None]]]
 
 
 def spots(statement: ast.stmt) -> Iterator[tuple[ast.AST, Swap]]:
-    """Nodes of the statement's head that can be changed."""
+    """Yield the nodes of the statement's head that can be changed."""
     for node in own_nodes(statement):
         swap = SWAPS.get(type(node))
         if swap is not None:
@@ -298,7 +301,7 @@ def spots(statement: ast.stmt) -> Iterator[tuple[ast.AST, Swap]]:
 
 
 def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Not those of nested statements, annotations, decorators and texts that are put together."""
+    """Yield the nodes of a statement, without those of nested statements, annotations, decorators and f-strings."""
     skipped = {
         "body",
         "orelse",
@@ -411,7 +414,7 @@ SWAPS: dict[type[ast.AST], Swap] = {  # type: ignore[assignment]
 
 
 def headline(statement: ast.stmt) -> str:
-    """The statement on one line; of a compound one the head alone."""
+    """Return a statement on one line; of a compound one, only the head."""
     if hasattr(statement, "body"):
         statement = copy.copy(statement)
         for field in ("body", "orelse", "finalbody", "handlers", "decorator_list"):
@@ -424,31 +427,31 @@ def headline(statement: ast.stmt) -> str:
 # --- testing them -----------------------------------------------------------------------------
 
 
-TOO_LONG = 9  # the exit code of a fork that gave up
+TOO_LONG = 9  # the exit code of a fork whose test took too long
 
 
 class Order:
-    """A plugin of pytest: the tests that killed most lately first, then the quick ones. Notes what it saw in a file."""
+    """A pytest plugin that runs recent killers first, then quick tests. It writes its observations to a file."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
         self.skipped: type[BaseException] = sys.modules["pytest"].skip.Exception
-        self.seconds: dict[str, float] = {}  # what each takes without a mutation
+        self.seconds: dict[str, float] = {}  # the duration of each test without a mutation
         self.took: dict[str, float] = {}
-        self.killers: dict[str, int] = {}  # test → when it killed last
+        self.killers: dict[str, int] = {}  # test → number of its last kill
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         items.sort(key=lambda item: (-self.killers.get(item.nodeid, 0), self.seconds.get(item.nodeid, 0.0)))
 
     def pytest_runtest_setup(self, item: object) -> None:
-        """A test that takes far longer than without the mutation ends it too."""
+        """Set a time limit: a test that takes far longer than without the mutation kills the mutant, too."""
         test: str = item.nodeid  # type: ignore[attr-defined]
 
         signal.signal(signal.SIGALRM, lambda *_: self.end(test, TOO_LONG))
         signal.setitimer(signal.ITIMER_REAL, 10 * self.seconds.get(test, 60.0) + 5)
 
     def pytest_runtest_makereport(self, item: object, call: object) -> None:
-        """Of mutants only: the first failure is enough, and nobody reads what pytest would say about it."""
+        """End a mutant at the first failure, before pytest formats a report that nobody reads."""
         error = getattr(call, "excinfo", None)
         if self.seconds and error is not None and not issubclass(error.type, self.skipped):
             self.end(item.nodeid, 1)  # type: ignore[attr-defined]
@@ -473,7 +476,7 @@ class Order:
         self.notes.write_text(json.dumps(facts), encoding="utf-8")
 
     def learn(self) -> tuple[str, list[str]]:
-        """What the fork noted: the test that killed, if any, and what was loaded."""
+        """Return what the fork has written: the test that killed, if any, and the modules that were loaded."""
         if not self.notes.exists():
             return "", []
         facts = json.loads(self.notes.read_text(encoding="utf-8"))
@@ -485,7 +488,10 @@ class Order:
 
 
 def test(tree: Path, tests: tuple[str, ...], limit: float, order: Order) -> str:
-    """`killed`, `survived` or `timeout` (which counts as killed: a hanging gate releases nothing)."""
+    """Run tests in a fork, and return `killed`, `survived` or `timeout`.
+
+    A timeout counts as killed: a gate that hangs releases nothing.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -526,7 +532,7 @@ def test(tree: Path, tests: tuple[str, ...], limit: float, order: Order) -> str:
 
 
 def sweep(tree: Path) -> None:
-    """End what a mutant has left behind: processes that run a file of the copied tree."""
+    """Kill the processes that a mutant has left behind, which run a file of the copied tree."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if str(tree).encode() in entry.read_bytes():
@@ -550,10 +556,8 @@ def run(
     order = Order(tree / "notes")
     began = time.monotonic()
     if test(tree, tests, 600, order) != "survived":
-        sys.exit(
-            f"the tests of {module} fail without a mutation: mend them first\n{(tree / 'log').read_text()[-3000:]}"
-        )
-    limit = 10 * (time.monotonic() - began) + 60  # on a busy machine too: a test that hangs ends itself sooner
+        sys.exit(f"the tests of {module} fail without a mutation: fix them first\n{(tree / 'log').read_text()[-3000:]}")
+    limit = 10 * (time.monotonic() - began) + 60  # generous, for a busy machine: a hanging test ends itself sooner
     for name in order.learn()[1]:  # load it once for all forks
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -565,7 +569,7 @@ def run(
     results = []
     for number, mutant in enumerate(todo):
         path.write_text(mutant.source, encoding="utf-8")
-        os.utime(path, (number + 1, number + 1))  # or Python might take the bytecode of the one before
+        os.utime(path, (number + 1, number + 1))  # so that Python does not use the bytecode of the previous mutant
         verdict, killer = test(tree, tests, limit, order), order.learn()[0]
         sweep(tree)
         facts = {key: value for key, value in asdict(mutant).items() if key != "source"}
@@ -579,24 +583,24 @@ def run(
 
 
 def listed() -> dict[tuple[str, str, str], str]:
-    """The table of docs/mutation.md: (module, before, after) → why it may survive."""
-    found = {}
+    """Return the table of docs/mutation.md: (module, before, after) → why it may survive."""
+    reasons = {}
     for line in (ROOT / "docs" / "mutation.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 4 and cells[0] in TESTS:
-            found[(cells[0], cells[1].strip("`"), cells[2].strip("`"))] = cells[3]
-    return found
+            reasons[(cells[0], cells[1].strip("`"), cells[2].strip("`"))] = cells[3]
+    return reasons
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=list(TESTS), help="such as privacy/ledger.py; default: all")
-    parser.add_argument("--sample", type=int, help="so many mutants of each module, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="all verdicts, as JSON")
-    parser.add_argument("--again", type=Path, help="only what survived in this earlier --out without a reason")
-    parser.add_argument("--unlisted", action="store_true", help="leave out those that have a reason, which are slow")
-    parser.add_argument("--from-line", type=int, default=0, help="of the module: go on where a run was broken off")
+    parser.add_argument("--sample", type=int, help="test only this many mutants of each module, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="where to write verdicts as JSON")
+    parser.add_argument("--again", type=Path, help="test only survivors without a reason of this earlier --out")
+    parser.add_argument("--unlisted", action="store_true", help="leave out mutants that have a reason, which are slow")
+    parser.add_argument("--from-line", type=int, default=0, help="first line of the module to mutate, to go on there")
     options = parser.parse_args()
     import torch
 
@@ -609,7 +613,7 @@ def main() -> None:
     hypothesis.settings.register_profile("mutation", phases=phases, database=None)
     hypothesis.settings.load_profile("mutation")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C by default
     known = listed()
     before = None
     if options.again is not None:
@@ -622,15 +626,16 @@ def main() -> None:
             luck = random.Random(f"{options.seed} {module}")
 
             def wanted(mutant: Mutant) -> bool:
-                told = options.unlisted and mutant.name in known
-                return mutant.line >= options.from_line and not told and (before is None or mutant.name in before)
+                left_out = options.unlisted and mutant.name in known
+                return mutant.line >= options.from_line and not left_out and (before is None or mutant.name in before)
 
-            found = run(tree, module, luck, options.sample, wanted)
-            results += found
-            survived = survivors(found)
+            verdicts = run(tree, module, luck, options.sample, wanted)
+            results += verdicts
+            survived = survivors(verdicts)
             explained = survived & known.keys()
+            killed = len(verdicts) - len(survived)
             print(
-                f"{module}: {len(found)} mutants, {len(found) - len(survived)} killed, {len(explained)} survived with "
+                f"{module}: {len(verdicts)} mutants, {killed} killed, {len(explained)} survived with "
                 f"a reason in docs/mutation.md, {len(survived) - len(explained)} without",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: a page that says `<!-- cells of x.ipynb -->` shows that notebook's cells there."""
+"""A hook of MkDocs that replaces `<!-- cells of x.ipynb -->` on a page by the cells of that notebook."""
 
 import json
 import re
@@ -9,12 +9,13 @@ _PLACE = re.compile(r"<!-- cells of (\S+\.ipynb) -->")
 
 
 def cells(notebook: Path) -> list[tuple[str, str]]:
-    """(kind, text) of every cell, from top to bottom."""
-    found = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return [(cell["cell_type"], "".join(cell["source"])) for cell in found]
+    """Return (kind, text) of every cell, from top to bottom."""
+    listed = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in listed]
 
 
 def as_markdown(notebook: Path) -> str:
+    """Return the cells of a notebook as Markdown, with code in fenced blocks."""
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells(notebook))
 
 

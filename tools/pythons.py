@@ -1,6 +1,6 @@
-"""Build the wheel, and try it on every Python we promise that is at hand: install, --help, a small run, verify.
+"""Build the wheel, and test it on every supported Python that is installed: install, --help, a small run, verify.
 
-python tools/pythons.py [3.12 …]: exit code 1 if one fails; those that are missing are named, and skipped.
+python tools/pythons.py [3.12 …]: exit code 1 if one fails. Missing versions are reported and skipped.
 """
 
 import glob
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def interpreter(version: str) -> str | None:
-    """By name, or where pyenv and uv keep them."""
+    """Return the interpreter of a version from the path, or from the folders of pyenv and uv; None if there is none."""
     homes = [Path.home() / ".pyenv/versions", Path.home() / ".local/share/uv/python"]
     kept = [path for home in homes for path in sorted(glob.glob(f"{home}/*{version}*/bin/python{version}"))]
     for candidate in (shutil.which(f"python{version}"), *kept):
@@ -26,7 +26,7 @@ def interpreter(version: str) -> str | None:
 
 
 def tried(python: str, wheel: Path, folder: Path) -> str:
-    """Empty, or what failed."""
+    """Install the wheel and run commands in a new environment. Return an empty text, or what failed."""
     bin_, run = folder / "venv" / "bin", folder / "run"
     steps = [
         [python, "-m", "venv", str(folder / "venv")],
@@ -54,7 +54,7 @@ def main() -> int:
         for version in sys.argv[1:] or PROMISED:
             python = interpreter(version)
             if python is None:
-                print(f"Python {version}: not at hand, not tried")
+                print(f"Python {version}: not installed, not tested")
                 continue
             folder = Path(place) / version
             folder.mkdir()

@@ -1,10 +1,9 @@
-"""docs/results.md from the cells in docs/results: run it after cells were added.
+"""Makes docs/results.md from the cells in docs/results. Run it after cells were added.
 
     python tools/results.py
 
-A table's section has its cells that were run, how many were not, their dates, the command, and the remarks of
-NAME.md beside its cells.
-`--check` says whether the page is up to date.
+The section of a table has the cells that were run, how many were not, their dates, the command, and the remarks in
+NAME.md next to its cells. `--check` fails if the page is not up to date.
 """
 
 import sys
@@ -45,8 +44,8 @@ def page() -> str:
 
 def section(name: str, table: Table) -> str:
     cells = table.cells(True)
-    found = read_cells(RESULTS / f"{table.kept_as or name}.jsonl")
-    results = {c.name: found[c.name] for c in cells if found.get(c.name, {}).get("options") == c.asked}
+    stored = read_cells(RESULTS / f"{table.kept_as or name}.jsonl")
+    results = {c.name: stored[c.name] for c in cells if stored.get(c.name, {}).get("options") == c.asked}
     lines = [f"## {table.title}", ""]
     if not results:
         return "\n".join([*lines, f"Not run yet: `datalens reproduce {name} --full`.", ""])
@@ -77,7 +76,7 @@ def figure2() -> str:
 
 
 def plots() -> None:
-    """Pictures of the tables of which something was run."""
+    """Write the plots of all tables that have finished cells."""
     run = [name for name, table in harness.tables().items() if (RESULTS / f"{table.kept_as or name}.jsonl").exists()]
     for name in (*run, "figure2", "theory"):
         with tempfile.TemporaryDirectory() as out:

@@ -169,7 +169,7 @@ def test_inspect_names_what_is_wrong(datalens, tmp_path):
     (data / "rare").mkdir()
     Image.new("L", (SIDE, SIDE)).save(data / "rare" / "one.png")
     found = datalens("inspect", data).succeeded().out
-    for words in ("00000.png is empty", "00001.png is the same as", "class rare has 1 records", "2 sizes of image"):
+    for words in ("00000.png is empty", "00001.png is the same as", "class rare has 1 records", "images of 2 sizes"):
         assert words in found
     assert "owner only" in found
     assert found.count("ε =") == found.count("δ =") == found.count("accountant") == 3

@@ -134,7 +134,7 @@ def test_the_released_model_is_the_one_that_was_measured(trained: tuple[Path, di
 def test_a_damaged_model_is_said_to_be_one(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     content = (trained[0] / "release" / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(DatalensError, match="not a classifier of ours"):
+    with pytest.raises(DatalensError, match="not a classifier of datalens"):
         load_classifier(tmp_path)
 
 

@@ -155,5 +155,5 @@ def test_what_cannot_be_attacked_is_said(thirds: tuple[Dataset, Dataset, Dataset
     wide = dataclasses.replace(training, images=training.images.repeat(2, axis=1))
     with pytest.raises(DatalensError, match="--data"):
         attacks.report(shown(strangers), wide, held_out)
-    with pytest.raises(DatalensError, match="states no claim"):
+    with pytest.raises(DatalensError, match="states no budget"):
         attacks.report(shown(strangers, {"private": True}), training, held_out)

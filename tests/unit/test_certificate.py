@@ -736,7 +736,7 @@ def test_the_report_of_another_release_is_caught(release: Path, originals: dict[
 def test_a_folder_in_the_place_of_the_report_is_caught(release: Path) -> None:
     (release / REPORT).unlink()
     (release / REPORT).mkdir()
-    assert f"{REPORT} is not a page of ours" in check_release(release).problems
+    assert f"{REPORT} is not a page of datalens" in check_release(release).problems
     (release / REPORT).rmdir()
     (release / REPORT).write_bytes(b" " * 5_000_001)
-    assert f"{REPORT} is not a page of ours" in check_release(release).problems
+    assert f"{REPORT} is not a page of datalens" in check_release(release).problems

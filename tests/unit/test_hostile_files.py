@@ -72,7 +72,7 @@ def test_keys_and_pages_that_are_no_file(tmp_path: Path) -> None:
         signing.sign(b"", tmp_path / "key")
     a_pipe(tmp_path / "page.html")
     for name in ("key", "page.html"):
-        with pytest.raises(DatalensError, match="not a page of ours"):
+        with pytest.raises(DatalensError, match="not a page of datalens"):
             check_may_replace(tmp_path / name)
 
 

@@ -306,7 +306,7 @@ def test_any_json_becomes_tables() -> None:
 
 def test_a_confusion_is_by_the_names_of_classes() -> None:
     (found,) = owner_report.blocks({"confusion": [[9, 1], [2, 8]]}, classes=["cat", "dog"])
-    assert found["names"] == ["cat", "dog"] and "(line) was taken for another (column)" in found["title"]
+    assert found["names"] == ["cat", "dog"] and "(row) was classified as each class (column)" in found["title"]
     assert owner_report.blocks({"m": [[1, 2]]}, classes=["cat", "dog"])[0]["names"] == ["0", "1"]
 
 

@@ -256,7 +256,7 @@ def test_proportions_hold_at_any_length(sizes: list[float], count: int) -> None:
 def test_a_file_that_does_not_fit_is_refused(
     model: moments.MomentModel, tmp_path: Path, changed: dict[str, Tensor]
 ) -> None:
-    with pytest.raises(DatalensError, match="not a generator of ours"):
+    with pytest.raises(DatalensError, match="not a generator of datalens"):
         load_generator(written(model, tmp_path, **changed))
 
 
@@ -265,7 +265,7 @@ def test_a_tensor_too_few_is_refused(model: moments.MomentModel, tmp_path: Path)
     tensors = load_file(path)
     tensors.pop("after")
     save_file(tensors, path, metadata={"generator": '{"moments": {"shape": [1, 12, 12], "steps": 1}, "classes": []}'})
-    with pytest.raises(DatalensError, match="not a generator of ours"):
+    with pytest.raises(DatalensError, match="not a generator of datalens"):
         load_generator(tmp_path)
 
 
@@ -277,5 +277,5 @@ def test_a_description_of_any_size_is_refused(model: moments.MomentModel, tmp_pa
     path = written(model, tmp_path) / "generator.safetensors"
     described = {"moments": {"shape": shape, "steps": 0}, "classes": ["a", "b"]}
     save_file(load_file(path), path, metadata={"generator": json.dumps(described)})
-    with pytest.raises(DatalensError, match="not a generator of ours"):
+    with pytest.raises(DatalensError, match="not a generator of datalens"):
         load_generator(tmp_path)

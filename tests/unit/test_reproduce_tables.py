@@ -306,7 +306,7 @@ def test_where_a_set_lies(tmp_path: Path) -> None:
     ("what", "asked", "expected"),
     [
         ("table2", {"only": "nothing-*"}, "fits no cell of table2, such as mnist-eps0.2-dp-gan"),
-        ("table8", {"only": "x"}, "not made of such cells"),
+        ("table8", {"only": "x"}, "it has no cells of that kind"),
         ("table1", {"stored": Path("nowhere")}, "nowhere is not a folder"),
         ("runtime", {"stored": Path()}, "cannot be made --from kept cells"),
     ],

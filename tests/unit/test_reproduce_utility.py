@@ -203,8 +203,8 @@ def test_the_command(ran: list[dict[str, Any]], tmp_path: Path, capsys: pytest.C
     ("what", "folder", "expected"),
     [
         ("utility", "nowhere", "nowhere is not a folder"),
-        ("table1", ".", "table1 reads none: leave it out"),
-        ("runtime", ".", "runtime reads none: leave it out"),
+        ("table1", ".", "table1 needs none: leave it out"),
+        ("runtime", ".", "runtime needs none: leave it out"),
         ("table0", ".", "there is no 'table0'.*table1, table2.*utility, ablation, runtime"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Attacks on what was released: who was in the training set, and are training images in the synthetic set?
+"""Attacks on synthetic images: membership inference, and the search for copies of training images.
 
-For the data owner. Results are computed from real records without noise: no ε covers them, and publishing them costs
-privacy. Differential privacy bounds what such attacks can do; that they fail proves nothing by itself.
+The results are for the data owner. They are computed from real records without noise: no ε covers them, and publishing
+them costs privacy. Differential privacy bounds the success of such attacks; their failure proves nothing by itself.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from datalens.released.synthetic import SyntheticDataset
 from datalens.run.folder import read_config
 from datalens.run.scratch import Scratch
 
-FALSE_ALARMS = 0.01  # the rate at which the threshold of an attack is set
-COPY = 0.5  # a copy is nearer to a training image than this part of its distance to any image held out
+FALSE_ALARMS = 0.01  # false positive rate for which the threshold of an attack is chosen
+COPY = 0.5  # a copy's distance to a training image is below this fraction of its distance to any held-out image
 STATISTIC = "distance to the nearest synthetic image of the same class"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well records of the training set were told from others. Intervals hold with 95 %."""
+    """The result of a membership attack: how well it distinguishes training records from others. Intervals are 95 %."""
 
     attack: str
     members: int
     others: int
     auc: float
     auc_interval: tuple[float, float]
-    tpr: float  # at a threshold set for FALSE_ALARMS on half of the others
+    tpr: float  # at the threshold that gives FALSE_ALARMS on one half of the others
     tpr_interval: tuple[float, float]
     fpr: float  # at that threshold, on the other half
-    lower_bound: float  # on ε at the claim's δ, at REPORT_LEVEL
-    verdict_bound: float  # at VERDICT_LEVEL
+    lower_bound: float  # on ε at the claimed δ, at REPORT_LEVEL
+    verdict_bound: float  # the same at VERDICT_LEVEL
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,19 +51,19 @@ class Membership:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Synthetic images that are copies of a training image, and, to compare, of an image nobody trained on."""
+    """Numbers of synthetic images that are copies of a training image or, for comparison, of a held-out image."""
 
     synthetic: int
     copies: int
     copies_of_held_out: int
-    closest: float  # smallest distance to a training image, a root mean square over values of 0 … 255
+    closest: float  # smallest distance to a training image: root mean square over pixel values 0 … 255
     closest_held_out: float
 
     @property
     def found(self) -> bool:
-        """More copies of training images than chance could bring, at VERDICT_LEVEL."""
-        some = rate_lower(self.copies, self.synthetic, VERDICT_LEVEL / 2)
-        return some > rate_upper(self.copies_of_held_out, self.synthetic, VERDICT_LEVEL / 2)
+        """Return whether there are more copies of training images than chance explains, at VERDICT_LEVEL."""
+        least = rate_lower(self.copies, self.synthetic, VERDICT_LEVEL / 2)
+        return least > rate_upper(self.copies_of_held_out, self.synthetic, VERDICT_LEVEL / 2)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "found": self.found}
@@ -71,13 +71,13 @@ class Reconstruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """All attacks on one synthetic set."""
+    """The results of all attacks on one synthetic set."""
 
     membership: tuple[Membership, ...]
     reconstruction: Reconstruction
 
     def caught(self, claimed: float) -> bool:
-        """More is known about training images than ε = `claimed` allows, or they were copied."""
+        """Return whether an attack does better than ε = `claimed` allows, or training images were copied."""
         return self.reconstruction.found or any(attack.verdict_bound > claimed for attack in self.membership)
 
 
@@ -87,7 +87,16 @@ class Attacked:
 def membership(
     attack: str, members: np.ndarray, others: np.ndarray, *, delta: float, tests: int = 1, seed: int = 0
 ) -> Membership:
-    """From scores that are high where a record seems to be a member. `tests`: attacks that share the levels."""
+    """Evaluate a membership attack from its scores.
+
+    Args:
+        attack: the name of the attack.
+        members: scores of training records; high scores mean membership.
+        others: scores of other records. One half of them sets the threshold, the other half estimates the FPR.
+        delta: the claimed δ.
+        tests: number of attacks among which the significance levels are divided.
+        seed: the seed of the division of `others`.
+    """
     order = np.random.default_rng(seed).permutation(len(others))
     calibration, rest = others[order[: len(others) // 2]], others[order[len(others) // 2 :]]
     threshold = float(np.quantile(calibration, 1 - FALSE_ALARMS, method="higher"))
@@ -110,47 +119,51 @@ def membership(
 
 
 def rate_epsilon(errors: Errors, delta: float, level: float) -> float:
-    """TPR ≤ e^ε·FPR + δ and 1 − FPR ≤ e^ε·(1 − TPR) + δ hold for any (ε, δ): the larger ε that they force."""
+    """Return a lower bound on ε from the errors of an attack, with confidence 1 − `level`.
+
+    An (ε, δ)-private mechanism satisfies TPR ≤ e^ε·FPR + δ and 1 − FPR ≤ e^ε·(1 − TPR) + δ. The bound is the larger ε
+    that the two inequalities require.
+    """
     false_alarm = rate_upper(errors.false_alarms, errors.without, level / 2)
     miss = rate_upper(errors.misses, errors.with_it, level / 2)
-    forced = [(1 - miss - delta) / false_alarm, (1 - false_alarm - delta) / miss]
-    return max(0.0, *(math.log(ratio) for ratio in forced if ratio > 0))
+    ratios = [(1 - miss - delta) / false_alarm, (1 - false_alarm - delta) / miss]
+    return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0))
 
 
 def area(members: np.ndarray, others: np.ndarray) -> float:
-    """AUC: the chance that a member scores higher than another, ties counting half."""
+    """Return the AUC: the probability that a member scores higher than a non-member; ties count half."""
     ordered = np.sort(others)
     below = np.searchsorted(ordered, members, side="left") + np.searchsorted(ordered, members, side="right")
     return float(below.mean() / 2 / len(others))
 
 
 def auc_spread(auc: float, members: int, others: int) -> float:
-    """Standard error of an AUC (Hanley and McNeil 1982)."""
+    """Return the standard error of an AUC (Hanley and McNeil 1982)."""
     q1, q2 = auc / (2 - auc), 2 * auc**2 / (1 + auc)
     variance = auc * (1 - auc) + (members - 1) * (q1 - auc**2) + (others - 1) * (q2 - auc**2)
     return math.sqrt(max(variance, 0.0) / (members * others))
 
 
 def nearest(images: np.ndarray, labels: np.ndarray, among: np.ndarray, among_labels: np.ndarray) -> np.ndarray:
-    """[n]: root mean square distance of each image to the nearest one of its class in `among`; inf if there is none."""
-    found = np.full(len(images), np.inf)
+    """Return the root mean square distance [n] of each image to the nearest one of its class in `among`, or inf."""
+    distances = np.full(len(images), np.inf)
     for label in np.unique(labels):
         mine, theirs = np.flatnonzero(labels == label), np.flatnonzero(among_labels == label)
         if len(theirs):
             table = torch.from_numpy(among[theirs].reshape(len(theirs), -1)).float()
             for part in np.array_split(mine, max(1, math.ceil(len(mine) / 1000))):
                 rows = torch.from_numpy(images[part].reshape(len(part), -1)).float()
-                # Exact differences only for the winner: the fast formula is off by rounding where distances are near 0.
+                # The fast formula has rounding errors near 0, so the distance to the winner is computed exactly.
                 best = torch.cdist(rows, table, compute_mode="use_mm_for_euclid_dist").argmin(dim=1)
-                found[part] = (rows - table[best]).square().mean(dim=1).sqrt().numpy()
-    return found
+                distances[part] = (rows - table[best]).square().mean(dim=1).sqrt().numpy()
+    return distances
 
 
 # --- reconstruction -------------------------------------------------------------------------------
 
 
 def reconstruction(synthetic: SyntheticDataset, training: Dataset, held_out: Dataset) -> Reconstruction:
-    """A copy stands out by its own measure: far nearer to a training image than to any image held out."""
+    """Count copies: synthetic images that are far nearer to a training image than to any held-out image."""
     to_training = nearest(synthetic.images, synthetic.labels, training.images, training.labels)
     to_held_out = nearest(synthetic.images, synthetic.labels, held_out.images, held_out.labels)
     return Reconstruction(
@@ -168,20 +181,20 @@ def reconstruction(synthetic: SyntheticDataset, training: Dataset, held_out: Dat
 def attack(
     synthetic: SyntheticDataset, training: Dataset, held_out: Dataset, *, delta: float, shadows: "Shadows | None" = None
 ) -> Attacked:
-    """Every attack there is on one set; `shadows` adds the one that needs models of its own."""
+    """Run all attacks on one synthetic set. `shadows` adds the attack that needs shadow models."""
     _check_like(synthetic, training, held_out)
     tests = 1 if shadows is None else 2
     scores = [-nearest(real.images, real.labels, synthetic.images, synthetic.labels) for real in (training, held_out)]
-    found = [membership("nearest synthetic image", scores[0], scores[1], delta=delta, tests=tests)]
+    attacks = [membership("nearest synthetic image", scores[0], scores[1], delta=delta, tests=tests)]
     if shadows is not None:
         calibrated = shadows.scores(-np.concatenate(scores))
         count = len(training.images)
-        found.append(membership(shadows.name, calibrated[:count], calibrated[count:], delta=delta, tests=tests))
-    return Attacked(membership=tuple(found), reconstruction=reconstruction(synthetic, training, held_out))
+        attacks.append(membership(shadows.name, calibrated[:count], calibrated[count:], delta=delta, tests=tests))
+    return Attacked(membership=tuple(attacks), reconstruction=reconstruction(synthetic, training, held_out))
 
 
 def copying(synthetic: SyntheticDataset, training: Dataset, *, seed: int = 0) -> SyntheticDataset:
-    """The control: a "generator" that shows training images, slightly blurred by noise. It must be caught."""
+    """Return the control: training images with a little noise, as a generator that copies makes. It must be caught."""
     random = np.random.default_rng(seed)
     count = len(synthetic.images)
     shown = random.choice(len(training.images), count, replace=count > len(training.images))
@@ -195,11 +208,12 @@ def _check_like(synthetic: SyntheticDataset, *real: Dataset) -> None:
         if dataset.images.shape[1:] != synthetic.images.shape[1:]:
             raise DatalensError(
                 f"the real images are {list(dataset.images.shape[1:])}, the synthetic ones "
-                f"{list(synthetic.images.shape[1:])}: name with --data the set they were made from"
+                f"{list(synthetic.images.shape[1:])}: give --data the data set that they were made from"
             )
         if len(dataset.images) < 200:
             raise DatalensError(
-                f"{len(dataset.images)} real images are too few to tell members from others: at least 200 of each"
+                f"{len(dataset.images)} real images are too few to tell members from others: at least 200 of each are "
+                "needed"
             )
 
 
@@ -208,30 +222,35 @@ def _check_like(synthetic: SyntheticDataset, *real: Dataset) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadows:
-    """Models like the released one, each on a random half of the records: how far a record is if it is in, if not."""
+    """Distances of records to the images of shadow models: models like the released one, each of half the records."""
 
-    inside: np.ndarray  # [models, records] bool
-    distances: np.ndarray  # [models, records]
+    inside: np.ndarray  # [models, records] bool: whether the model was trained on the record
+    distances: np.ndarray  # [models, records]: to the nearest synthetic image of the record's class
 
     @property
     def name(self) -> str:
         return f"likelihood ratio over {len(self.inside)} shadow models"
 
     def scores(self, distances: np.ndarray) -> np.ndarray:
-        """[records]: log-likelihood that the record was in, less that it was not, by normal laws of equal width."""
+        """Return the log-likelihood ratio of membership [records], under normal laws of equal variance."""
         inside = np.where(self.inside, self.distances, np.nan)
         outside = np.where(self.inside, np.nan, self.distances)
         middle_in, middle_out = np.nanmean(inside, axis=0), np.nanmean(outside, axis=0)
-        left = np.where(self.inside, self.distances - middle_in, self.distances - middle_out)
-        width = math.sqrt(float(np.mean(left**2))) + 1e-9
+        residuals = np.where(self.inside, self.distances - middle_in, self.distances - middle_out)
+        width = math.sqrt(float(np.mean(residuals**2))) + 1e-9
         scores: np.ndarray = ((distances - middle_out) ** 2 - (distances - middle_in) ** 2) / (2 * width**2)
         return scores
 
 
 def shadows_of(run: Path, training: Dataset, held_out: Dataset, synthetic: SyntheticDataset, *, count: int) -> Shadows:
-    """`count` models (made even) with the options of the run, on halves of all records and on the other halves."""
+    """Train shadow models with the options of a run, in pairs on random complementary halves of all records.
+
+    Args:
+        run: the folder of the attacked run.
+        count: number of models, rounded up to an even number.
+    """
     config = read_config(run)
-    claim_of(synthetic)  # what cannot be attacked is said before the long training
+    claim_of(synthetic)  # raise before the long training
     _check_like(synthetic, training, held_out)
     pool = Dataset(
         schema=training.schema,
@@ -242,7 +261,7 @@ def shadows_of(run: Path, training: Dataset, held_out: Dataset, synthetic: Synth
     random, inside, distances = np.random.default_rng(0), [], []
     chosen = np.zeros(len(pool.images), dtype=bool)
     for number in range(math.ceil(count / 2) * 2):
-        # Every other model has the other half, so that each record is in half of the models.
+        # Every second model has the complement, so that each record is in half of the models.
         chosen = ~chosen if number % 2 else random.permutation(len(pool.images)) < len(pool.images) // 2
         drawn = _shadow(config["options"], pool, chosen, teachers_each=each, seed=number, count=len(synthetic.images))
         inside.append(chosen)
@@ -253,9 +272,9 @@ def shadows_of(run: Path, training: Dataset, held_out: Dataset, synthetic: Synth
 def _shadow(
     options: dict[str, Any], pool: Dataset, chosen: np.ndarray, *, teachers_each: float, seed: int, count: int
 ) -> SyntheticDataset:
-    """What a run like the attacked one makes of the chosen records, each teacher with as many of them."""
+    """Return images of a run like the attacked one on the chosen records, with as many records per teacher."""
     size = int(chosen.sum())
-    with Scratch() as folder:  # mode 0700, and gone afterwards
+    with Scratch() as folder:  # mode 0700, deleted afterwards
         file, out = Path(folder) / "half.npz", Path(folder) / "run"
         np.savez(file, images=pool.images[chosen], labels=pool.labels[chosen], classes=np.array(pool.schema.classes))
         known = dict(options)
@@ -263,7 +282,7 @@ def _shadow(
         known |= {"label": None, "classes": None, "image_size": None, "grayscale": False, "record_id": None}
         known |= {"teachers": max(1, round(teachers_each * size)), "epsilon": float(options["epsilon"])}
         if train(TrainOptions(**known))["interrupted"]:
-            raise KeyboardInterrupt  # it ends the run in good order, and the attack with it
+            raise KeyboardInterrupt  # a run ends in good order on Ctrl-C; the attack ends with it
         return sample(out / "release", count=count, seed=0)
 
 
@@ -273,16 +292,20 @@ def _shadow(
 def report(
     synthetic: SyntheticDataset, training: Dataset, held_out: Dataset, *, shadows: Shadows | None = None
 ) -> dict[str, Any]:
-    """The attacks and their control, beside the claim of the certificate that came with the images."""
+    """Run the attacks and their control, and compare with the claim of the images' certificate.
+
+    Returns:
+        The results as JSON. `ok`: no attack beats the claim, and every control is caught.
+    """
     budget = claim_of(synthetic)
-    found = attack(synthetic, training, held_out, delta=budget.delta, shadows=shadows)
+    attacked = attack(synthetic, training, held_out, delta=budget.delta, shadows=shadows)
     control = attack(copying(synthetic, training), training, held_out, delta=budget.delta)
     caught = {"a generator that copies training images": control.caught(budget.epsilon)}
     return {
         "audit": "attacks",
         "claimed": json_number(budget.epsilon),
-        "lower_bound": max(one.lower_bound for one in found.membership),
-        "verdict_bound": max(one.verdict_bound for one in found.membership),
+        "lower_bound": max(one.lower_bound for one in attacked.membership),
+        "verdict_bound": max(one.verdict_bound for one in attacked.membership),
         "delta": budget.delta,
         "relation": budget.relation,
         "accountant": budget.accountant,
@@ -290,18 +313,18 @@ def report(
         "statistic": STATISTIC,
         "trials": len(training.images) + len(held_out.images),
         "controls": caught,
-        "membership": [one.as_dict() for one in found.membership],
-        "reconstruction": found.reconstruction.as_dict(),
+        "membership": [one.as_dict() for one in attacked.membership],
+        "reconstruction": attacked.reconstruction.as_dict(),
         "control_findings": {
             "membership": [one.as_dict() for one in control.membership],
             "reconstruction": control.reconstruction.as_dict(),
         },
-        "ok": not found.caught(budget.epsilon) and all(caught.values()),
+        "ok": not attacked.caught(budget.epsilon) and all(caught.values()),
     }
 
 
 def claim_of(synthetic: SyntheticDataset) -> Budget:
-    """What the certificate inside a synthetic set states. It is taken at its word here; `verify` checks it."""
+    """Return the budget that the certificate of a synthetic set states. It is not checked here; `verify` does."""
     stated = synthetic.certificate
     try:
         return Budget(
@@ -312,7 +335,7 @@ def claim_of(synthetic: SyntheticDataset) -> Budget:
         )
     except (KeyError, TypeError, ValueError, DatalensError) as error:
         raise DatalensError(
-            f"the certificate of these images states no claim to hold them to ({type(error).__name__}): "
+            f"the certificate of these images states no budget to test ({type(error).__name__}): "
             "attack a run, or a set written by `datalens sample`"
         ) from error
 

@@ -1,7 +1,7 @@
-"""What was measured once is kept, by a hash of everything it follows from: images, labels, settings, versions.
+"""A cache of measurements, keyed by a hash of everything they follow from: images, labels, settings, versions.
 
-In $DATALENS_HOME, else in the user's cache. Results, features and classifiers here come from real records without
-noise: folder and files are for the owner's eyes only (modes 0700 and 0600), and no ε covers them.
+It is in $DATALENS_HOME or else in the user's cache folder. The results, features and classifiers in it come from real
+records without noise: folder and files are for the owner only (modes 0700 and 0600), and no ε covers them.
 """
 
 import hashlib
@@ -20,18 +20,21 @@ from datalens.files import load_tensors, save_tensors, store
 
 
 def folder() -> Path:
-    """Made when it is first needed."""
+    """Return the folder of the cache, creating it if necessary."""
     return owner_cache.folder("evaluations")
 
 
 def path_of(name: str, suffix: str) -> Path:
-    """The file of `kind-key`, whose name on disk is salted: a hash of all images would tell that it is these."""
+    """Return the file for the name `kind-key`.
+
+    Its name on disk is salted, since a plain hash of all images would let anybody who has them recognise them.
+    """
     kind, _, hashed = name.rpartition("-")
     return owner_cache.file(folder(), hashed, kind=f"{kind}-", suffix=suffix)
 
 
 def key(*parts: Any) -> str:
-    """A name for what follows from these: arrays byte for byte, anything else as JSON."""
+    """Return a hash of versions and values: arrays byte for byte, anything else as JSON."""
     digest = hashlib.sha256()
     for part in (version("datalens"), torch.__version__, *parts):
         if isinstance(part, np.ndarray):
@@ -44,16 +47,20 @@ def key(*parts: Any) -> str:
 
 
 def remembered(name: str, compute: Callable[[], dict[str, Any]], *, fresh: bool = False) -> dict[str, Any]:
-    """What `compute` returned when it was called under this name before, or else what it returns now."""
+    """Return the cached result of this name, or else call `compute` and cache what it returns.
+
+    Args:
+        fresh: compute again even if there is a cached result.
+    """
     path = path_of(name, ".json")
     if not fresh:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found, dict):
-                return found
-        except (OSError, ValueError):  # not there, or damaged: measured again
+            cached = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(cached, dict):
+                return cached
+        except (OSError, ValueError):  # missing or damaged: compute again
             pass
-    result = json.loads(json.dumps(compute()))  # the same types, whether remembered or not
+    result = json.loads(json.dumps(compute()))  # so that types are the same with and without the cache
     store(path, json.dumps(result).encode(), private=True)
     return result
 
@@ -61,12 +68,12 @@ def remembered(name: str, compute: Callable[[], dict[str, Any]], *, fresh: bool 
 def remembered_tensors(
     name: str, compute: Callable[[], dict[str, torch.Tensor]], *, fresh: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The same for tensors."""
+    """Return cached tensors of this name, or else compute and cache them (see `remembered`)."""
     path = path_of(name, ".safetensors")
     if path.is_file() and not fresh:
         try:
             return load_tensors(path)[0]
-        except (SafetensorError, OSError):  # damaged: computed again
+        except (SafetensorError, OSError):  # damaged: compute again
             pass
     result = compute()
     save_tensors(path, result, {})

@@ -1,9 +1,9 @@
-"""The classifiers that judge synthetic images: how each is built, trained and fed.
+"""The classifiers that evaluate synthetic images: network, training and augmentation of each.
 
-`paper` is the paper's. `augmented` is of its size, but trained as one would train it today, and on images that are
-moved a little: synthetic images lack variety, and what shifts, turns, scales and noise add of it is public knowledge.
-`logistic`, `mlp` and `resnet` see whether the images teach other models too. `judge` is trained on real images, to
-judge synthetic ones by (see judge.py).
+`paper` is the paper's. `augmented` has a similar size, but a present-day training recipe with augmentation: synthetic
+images lack variety, and the variety that shifts, rotations, scaling and noise add is public knowledge. `logistic`,
+`mlp` and `resnet` test whether other models learn from the images too. `judge` is trained on real images, and judges
+synthetic ones (see judge.py).
 """
 
 import math
@@ -23,13 +23,13 @@ from datalens.errors import DatalensError
 ClassifierName = Literal["paper", "augmented", "logistic", "mlp", "resnet", "judge"]
 UTILITY: tuple[ClassifierName, ...] = ("paper", "augmented", "logistic", "mlp", "resnet")
 
-# Of `augmented` (the rates are also of those below); the same for every data set.
+# Settings of `augmented`, the same for every data set. The first line also applies to the classifiers after it.
 _RATE, _WEIGHT_DECAY, _WARM_UP = 2e-3, 1e-2, 0.1
-_SHIFT = 2 / 28  # of the side
+_SHIFT = 2 / 28  # relative to the side
 _TURN = 0.15  # radians
 _SCALE = 0.1
-_NOISE = 0.2  # of the range of a pixel
-_SMOOTHING = 0.1  # of labels: synthetic images are not as sure of their class as they claim
+_NOISE = 0.2  # relative to the range of a pixel
+_SMOOTHING = 0.1  # label smoothing, because labels of synthetic images are not reliable
 
 
 class PaperCNN(nn.Module):
@@ -40,7 +40,7 @@ class PaperCNN(nn.Module):
         _check_size(height, width)
         self.layers = nn.Sequential(
             nn.Conv2d(channels, 32, kernel_size=3, padding=1),
-            # relu(maxpool(x)) is maxpool(relu(x)), for a quarter of the relu's work
+            # relu(maxpool(x)) equals maxpool(relu(x)) and needs a quarter of the relu's work.
             nn.MaxPool2d(2),
             nn.ReLU(),
             nn.Conv2d(32, 64, kernel_size=3, padding=1),
@@ -58,13 +58,13 @@ class PaperCNN(nn.Module):
 
 
 class AugmentedCNN(nn.Module):
-    """The paper's convolutions, a wider dense layer, and batch norm, which makes biases before it idle."""
+    """The paper's convolutions, a wider dense layer, and batch norm, which makes biases before it redundant."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
         super().__init__()
         _check_size(height, width)
         self.layers = nn.Sequential(
-            # Pooled, then normed, for a quarter of the work: a gain above zero keeps the largest the largest.
+            # Pooling before the batch norm needs a quarter of the work; with a positive gain the result is the same.
             *(nn.Conv2d(channels, 32, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2)),
             *(nn.BatchNorm2d(32), nn.ReLU()),
             *(nn.Conv2d(32, 64, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2)),
@@ -90,7 +90,7 @@ class Logistic(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two dense layers that know nothing of neighbouring pixels."""
+    """Two hidden dense layers, without any notion of neighbouring pixels."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class MLP(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two convolutions around which the input passes, at half the side and twice the width (He et al. 2016)."""
+    """A residual block of two convolutions that halves the side and doubles the channels (He et al. 2016)."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class SmallResNet(nn.Module):
         )
         self.head = nn.Linear(self.features_of_an_image, classes)
 
-    def features(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, f]: what the last layer sees
+    def features(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, f]: inputs of the last layer
         return self.body(images).mean(dim=(2, 3))
 
     def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
@@ -142,7 +142,7 @@ class SmallResNet(nn.Module):
 
 
 def shift(images: Tensor, random: torch.Generator) -> Tensor:
-    """Each image moved by whole pixels, up to a fourteenth of the side; what enters repeats the border."""
+    """Shift each image at random by whole pixels, up to a fourteenth of the side; new pixels repeat the border."""
     count, _, height, width = images.shape
     most = round(_SHIFT * min(height, width))
     if not most:
@@ -157,10 +157,10 @@ def shift(images: Tensor, random: torch.Generator) -> Tensor:
 
 
 def augment(images: Tensor, random: torch.Generator) -> Tensor:
-    """Each image of [b, c, h, w], values in [-1, 1], shifted, turned, scaled and noised by its own random amounts.
+    """Shift, rotate and scale each image at random and add noise. Images [b, c, h, w] have values in [-1, 1].
 
-    Each has strengths of its own, too: digits gain from being moved far, shirts from being left where they are; and
-    who sees images of one noise only takes real ones, which have none, for another class.
+    The strengths are drawn per image too: digits gain from large shifts, shirts from none. A classifier that sees
+    only images with the same amount of noise misclassifies real ones, which have none.
     """
 
     def between(most: float, *shape: int) -> Tensor:  # uniform in ±most
@@ -175,20 +175,20 @@ def augment(images: Tensor, random: torch.Generator) -> Tensor:
     grid = F.affine_grid(torch.stack(rows, dim=1).view(count, 2, 3), list(images.shape), align_corners=False)
     moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
     noise = torch.randn(moved.shape, generator=random, device=images.device)
-    loud = torch.rand((count, 1, 1, 1), generator=random, device=images.device)
-    return moved.add_(noise.mul_(loud), alpha=2 * _NOISE).contiguous(memory_format=torch.channels_last)
+    noise_scale = torch.rand((count, 1, 1, 1), generator=random, device=images.device)
+    return moved.add_(noise.mul_(noise_scale), alpha=2 * _NOISE).contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A network and how it is trained."""
+    """A network and its training recipe."""
 
     description: str
     network: Callable[..., nn.Module]
-    optimizer: Callable[[nn.Module, int], tuple[Optimizer, LRScheduler]]  # for so many steps
+    optimizer: Callable[[nn.Module, int], tuple[Optimizer, LRScheduler]]  # of a network and the number of steps
     augment: Callable[[Tensor, torch.Generator], Tensor]
     smoothing: float  # of labels
-    whole_batches: bool  # what an epoch leaves over is left out: batch norm takes its statistics from the batch
+    whole_batches: bool  # drop an incomplete last batch, since batch norm takes its statistics from the batch
 
 
 def _as_they_are(images: Tensor, random: torch.Generator) -> Tensor:
@@ -204,11 +204,11 @@ def _adamw(
     net: nn.Module, steps: int, *, rate: float = _RATE, warm_up: float = _WARM_UP
 ) -> tuple[Optimizer, LRScheduler]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY)
-    at_least = round(2 / warm_up)  # with fewer steps the warm-up would have none
+    at_least = round(2 / warm_up)  # with fewer steps the warm-up would have no step
     return optimizer, OneCycleLR(optimizer, rate, total_steps=max(steps, at_least), pct_start=warm_up)
 
 
-_fast_adamw = partial(_adamw, rate=8e-3, warm_up=0.2)  # means over an image, as a ResNet has them, learn slowly
+_fast_adamw = partial(_adamw, rate=8e-3, warm_up=0.2)  # a network with global average pooling learns slowly
 
 
 CLASSIFIERS: dict[ClassifierName, Classifier] = {

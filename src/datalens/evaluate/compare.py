@@ -1,4 +1,4 @@
-"""`datalens compare`: several runs side by side. For the owner as soon as one of them was measured on real data."""
+"""`datalens compare`: several runs side by side. For the owner only, if one of them was measured on real data."""
 
 import math
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.verification import check_release
 
-MOST_PICTURES, MOST_BYTES = 12, 250_000  # and of each
+MOST_PICTURES, MOST_BYTES = 12, 250_000  # number of pictures, and size of each
 COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling", "measured by")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One run: what its certificate says, and what the owner measured."""
+    """One run: its certificate, and the owner's measurements."""
 
     name: str
     release: Path
     certificate: dict[str, Any]
     accuracy: float | None
     spread: float | None
-    ceiling: float | None  # the same classifier on real records
-    by: str  # which classifier, and how it was trained
-    others: dict[str, float]  # further figures on real data
+    ceiling: float | None  # accuracy of the same classifier trained on real records
+    by: str  # the classifier and how it was trained
+    others: dict[str, float]  # other measures on real data
 
     @property
     def epsilon(self) -> float:
@@ -49,10 +49,10 @@ class Entry:
     @property
     def method(self) -> str:
         settings = self.certificate["settings"]
-        way = ""
-        if settings["method"] == "datalens":  # it either fits moments or asks teachers
-            way = ", teachers" if "teachers" in settings else ", moments"
-        return f"{settings['method']} [{settings['preset']}]{way}"
+        variant = ""
+        if settings["method"] == "datalens":  # releases either moments or votes of teachers
+            variant = ", teachers" if "teachers" in settings else ", moments"
+        return f"{settings['method']} [{settings['preset']}]{variant}"
 
     def row(self) -> dict[str, Any]:
         c = self.certificate
@@ -75,7 +75,11 @@ class Entry:
 
 
 def read(run: Path, release: Path, name: str) -> Entry:
-    """A run, or a release by itself, whose certificate stands: nothing else is worth comparing."""
+    """Read a run, or a release by itself.
+
+    Raises:
+        DatalensError: its certificate does not stand.
+    """
     problems = check_release(release).problems
     if problems:
         raise DatalensError(f"the certificate of {run} does not stand: see `datalens verify {run}`")
@@ -83,13 +87,13 @@ def read(run: Path, release: Path, name: str) -> Entry:
     utility = as_dict(evaluation.get("utility"))
     accuracy = number(utility, "accuracy")
     if accuracy is None:  # `datalens sgd` tests its model itself
-        logged = [found for line in read_metrics(run) if (found := number(line, "accuracy")) is not None]
+        logged = [value for line in read_metrics(run) if (value := number(line, "accuracy")) is not None]
         accuracy = logged[-1] if logged else None
     others = {}
-    for measure, called, key, _ in HEADLINES[1:]:
+    for measure, title, key, _ in HEADLINES[1:]:
         fields = as_dict(evaluation.get(measure))
         if (value := number(fields, key)) is not None:
-            others[f"{called}, {fields['features']}" if "features" in fields else called] = value
+            others[f"{title}, {fields['features']}" if "features" in fields else title] = value
     return Entry(
         name=name,
         release=release,
@@ -103,7 +107,7 @@ def read(run: Path, release: Path, name: str) -> Entry:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """What to call each: as much of the end of its path as tells them apart."""
+    """Return a name for each run: the shortest ends of the paths that are all different."""
     parts = [run.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts))):
         names = ["/".join(one[-length:]) for one in parts]
@@ -113,33 +117,34 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def lines(entries: Sequence[Entry]) -> list[str]:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     table = [COLUMNS, *(_cells(entry) for entry in entries)]
     widths = [max(len(said(row[i])) for row in table) for i in range(len(COLUMNS))]
-    found = [
+    formatted = [
         "  ".join(said(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
     ]
     if measured(entries):
-        found.append("measured on real data: for the owner, not covered by ε")
-    return found
+        formatted.append("measured on real data: for the owner, not covered by ε")
+    return formatted
 
 
 def _cells(entry: Entry) -> tuple[Any, ...]:
     row = entry.row()
-    marked = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
+    name = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
     terms = f"{upwards(row['delta'])}, {row['relation']}, {row['accountant']}"
-    reached = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
-    first = (marked, row["method"], row["data"], terms)
+    accuracy = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
+    first = (name, row["method"], row["data"], terms)
     prices = (upwards(entry.epsilon), upwards(float(row["epsilon_spent"]), 4))
-    return (*first, *prices, reached, row["accuracy_real"], row["accuracy_by"])
+    return (*first, *prices, accuracy, row["accuracy_real"], row["accuracy_by"])
 
 
 def measured(entries: Sequence[Entry]) -> bool:
+    """Return whether a run was measured on real data."""
     return any(entry.accuracy is not None or entry.others for entry in entries)
 
 
 def page(entries: Sequence[Entry]) -> bytes:
-    """One page: the table, the curves, the pictures, and where the settings differ."""
+    """Return the HTML page: the table, the curves, the pictures, and the settings that differ."""
     extra = list(dict.fromkeys(name for entry in entries for name in entry.others))
     return render(
         "compare.html",
@@ -169,7 +174,7 @@ def _data_sets(entries: Sequence[Entry]) -> list[str]:
 
 
 def _curves(entries: Sequence[Entry], data: str) -> str:
-    """Accuracy against ε, a line a method. Points of different δ, relation, accountant or classifier are not joined."""
+    """Return a chart of accuracy against ε, with one line for each method, δ, relation, accountant and classifier."""
     points: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
         c = entry.certificate
@@ -177,7 +182,7 @@ def _curves(entries: Sequence[Entry], data: str) -> str:
             terms = f"{entry.method}, δ = {upwards(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
             terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
-    series = [charts.Series(name=name, points=tuple(sorted(found)), dots=True) for name, found in points.items()]
+    series = [charts.Series(name=name, points=tuple(sorted(some)), dots=True) for name, some in points.items()]
     return charts.line_chart(
         series, title=f"Accuracy against ε: {data}", x="ε (budget)", y="accuracy on real test records, private"
     )
@@ -187,13 +192,13 @@ def _picture(entry: Entry) -> dict[str, Any] | None:
     if certificates.weights_of(entry.certificate) == certificates.MODEL:
         return None
     schema = Schema.from_dict(entry.certificate["public"])
-    found = report.picture_of(entry.release, report.shown_classes(entry.release), schema.name, most=MOST_BYTES)
-    return {**found, "caption": entry.name}
+    picture = report.picture_of(entry.release, report.shown_classes(entry.release), schema.name, most=MOST_BYTES)
+    return {**picture, "caption": entry.name}
 
 
 def differences(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """Settings that are not the same in all runs."""
+    """Return the settings that are not the same in all runs: each name with its values."""
     every = [entry.certificate["settings"] for entry in entries]
     names = dict.fromkeys(name for settings in every for name in settings)
-    found = [(name, [settings.get(name) for settings in every]) for name in names]
-    return [(name.replace("_", " "), *values) for name, values in found if any(value != values[0] for value in values)]
+    rows = [(name, [settings.get(name) for settings in every]) for name in names]
+    return [(name.replace("_", " "), *values) for name, values in rows if any(value != values[0] for value in values)]

@@ -1,7 +1,7 @@
-"""Are synthetic images like real ones, are they of all kinds, and are they suspiciously near to training images?
+"""Faithfulness: whether synthetic images look real, cover the real ones, and are suspiciously near to training images.
 
-For the owner: measured with real data, not covered by ε. That no image is near to a training image proves nothing: the
-guarantee does. A leak that shows here is so plain that the guarantee cannot be right.
+For the owner: measured on real data, not covered by ε. The distance to training images proves no privacy; only the
+guarantee does. But a leak that is found here is so large that the guarantee cannot hold.
 """
 
 import math
@@ -20,45 +20,48 @@ from datalens.privacy.audit import VERDICT_LEVEL, rate_lower, rate_upper
 from datalens.progress import bar
 from datalens.released.synthetic import SyntheticDataset
 
-MOST = 10_000  # images of each kind: distances of all pairs are computed
-_ROWS = 500  # of a table of distances at a time
+MOST = 10_000  # limit of images of each kind, since distances of all pairs are computed
+_ROWS = 500  # rows of a table of distances computed at a time
 PRECISION_K, COVERAGE_K = 3, 5  # as published
-_NEIGHBOURS = 24  # one half of the pool holds none of these with chance 2^-24
+_NEIGHBOURS = 24  # none of these is in a given half of the pool with probability 2^-24
 _SHUFFLES, _RESAMPLES = 2000, 1000
-LEVEL = 0.001  # of the verdict on the ratio
-MARGIN = 0.95  # a training set may differ from the held-out one by a little: a smaller ratio than this is a leak
+LEVEL = 0.001  # significance level of the verdict on the ratio
+MARGIN = 0.95  # a leak needs a smaller ratio: the training set may differ a little from the held-out set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Fractions, but for `density`, which may exceed 1."""
+    """Overlap of synthetic and real images in a feature space. All are fractions except `density`."""
 
-    precision: float  # synthetic images that lie among real ones
-    recall: float  # real images that lie among synthetic ones
-    density: float  # how many real images' neighbourhoods a synthetic one lies in, by what is expected
-    coverage: float  # real images with a synthetic one in their neighbourhood
+    precision: float  # synthetic images in a neighbourhood of a real one
+    recall: float  # real images in a neighbourhood of a synthetic one
+    density: float  # mean number of real neighbourhoods that hold a synthetic image, divided by the expected number
+    coverage: float  # real images whose neighbourhood holds a synthetic one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearness:
-    """Distances, in pixels (root mean square, of 255), to the nearest of equally many images of two kinds."""
+    """Distances to the nearest training image and to the nearest held-out image, among equally many of each.
 
-    ratio: float  # mean distance to training images, by that to held-out images: 1 if nothing was learned by heart
-    interval: tuple[float, float]  # 95 %, of the ratio for these real images and more synthetic ones
-    chance: tuple[float, float]  # where 99.8 % of ratios lie if the two kinds are exchanged at random
-    p: float  # chance of a ratio as low as this one
-    copies: int  # synthetic images that are a copy of a training image
+    Distances are root mean squares over pixel values 0 … 255.
+    """
+
+    ratio: float  # mean distance to training images divided by that to held-out images: 1 if nothing was memorised
+    interval: tuple[float, float]  # 95 % interval of the ratio, for these real images and other synthetic ones
+    chance: tuple[float, float]  # interval of 99.8 % of ratios if the two kinds are exchanged at random
+    p: float  # probability of a ratio as low as this one under such exchanges
+    copies: int  # synthetic images that are copies of a training image
     copies_of_held_out: int
     distance: float
     distance_held_out: float
     synthetic: int
-    real: int  # of either kind
+    real: int  # number of images of each kind
 
     @property
     def leak(self) -> bool:
-        """Nearer to training images than chance, or than a small difference between the two kinds, could bring it."""
-        some = rate_lower(self.copies, self.synthetic, VERDICT_LEVEL / 2)
-        copied = some > rate_upper(self.copies_of_held_out, self.synthetic, VERDICT_LEVEL / 2)
+        """Return whether images are nearer to training images than chance and a small set difference explain."""
+        least = rate_lower(self.copies, self.synthetic, VERDICT_LEVEL / 2)
+        copied = least > rate_upper(self.copies_of_held_out, self.synthetic, VERDICT_LEVEL / 2)
         return copied or (self.p <= LEVEL and self.ratio < MARGIN)
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,22 +70,24 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """How often each class comes."""
+    """Class frequencies."""
 
     synthetic: tuple[float, ...]
     real: tuple[float, ...]
-    distance: float  # total variation: the part of images that would have to change class
-    missing: tuple[str, ...]  # classes with real images and no synthetic one
+    distance: float  # total variation distance: the fraction of images that would have to change class
+    missing: tuple[str, ...]  # classes with real images and no synthetic ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faithfulness:
+    """All measures of faithfulness."""
+
     overlap: Overlap
-    overlap_real: Overlap  # of held-out real images in the place of synthetic ones
+    overlap_real: Overlap  # with held-out real images instead of synthetic ones, as a baseline
     features: str
     nearness: Nearness
     balance: Balance
-    synthetic: int  # images compared, as many real ones
+    synthetic: int  # number of synthetic images compared, with as many real ones
 
     def as_dict(self) -> dict[str, Any]:
         parts = {"overlap_real": asdict(self.overlap_real), "nearness": self.nearness.as_dict()}
@@ -101,7 +106,15 @@ def faithfulness(
     *,
     device: torch.device | str = "cpu",
 ) -> Faithfulness:
-    """`training` and `held_out`: images uint8 [n, h, w, c] and labels [n]. At most MOST of each, drawn at random."""
+    """Measure faithfulness on at most MOST images of each kind, drawn at random.
+
+    Args:
+        synthetic: the synthetic data set.
+        training: images uint8 [n, h, w, c] and labels [n] of training records.
+        held_out: the same of records that were not trained on.
+        features: the feature space of precision, recall, density and coverage.
+        device: where to compute.
+    """
     count = min(MOST, len(synthetic.images), len(training[0]), len(held_out[0]))
     if count <= COVERAGE_K:
         raise DatalensError(f"faithfulness needs more than {COVERAGE_K} images of each kind, not {count}")
@@ -110,10 +123,10 @@ def faithfulness(
         for number, images in enumerate((synthetic.images, training[0], held_out[0]))
     )
     reference = features.of(seen, "faithfulness: real images").to(device)
-    found = features.of(shown, "faithfulness: synthetic images").to(device)
+    generated = features.of(shown, "faithfulness: synthetic images").to(device)
     others = features.of(unseen, "faithfulness: held-out images").to(device)
     return Faithfulness(
-        overlap=overlap(reference, found),
+        overlap=overlap(reference, generated),
         overlap_real=overlap(reference, others),
         features=features.name,
         nearness=nearness(shown, seen, unseen, device=device),
@@ -126,7 +139,10 @@ def faithfulness(
 
 
 def overlap(real: Tensor, synthetic: Tensor) -> Overlap:
-    """From features [n, f] and [m, f]. The neighbourhood of an image reaches to the k-th nearest of its own kind."""
+    """Compute the overlap of real and synthetic features [n, f] and [m, f].
+
+    The neighbourhood of an image is the ball that reaches to the k-th nearest image of its own kind.
+    """
     near, far = _radii(real, PRECISION_K), _radii(real, COVERAGE_K)
     theirs = _radii(synthetic, PRECISION_K)
     closest = torch.full((len(real),), math.inf, device=real.device)
@@ -148,13 +164,13 @@ def overlap(real: Tensor, synthetic: Tensor) -> Overlap:
 
 
 def _radii(x: Tensor, k: int) -> Tensor:
-    """[n]: distance of each to the k-th nearest of the others (the nearest is itself)."""
+    """Return the distance [n] of each row to its k-th nearest other row (the row itself is the nearest)."""
     parts = [table.kthvalue(k + 1, dim=1).values for _, table in _tables(x, x, "faithfulness: neighbourhoods")]
     return torch.cat(parts)
 
 
 def _tables(rows: Tensor, among: Tensor, label: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Distances [some rows, among], some rows at a time."""
+    """Yield blocks of rows with their distances [rows of the block, among]."""
     with bar(label, len(rows)) as (progress, task):
         for part in rows.split(_ROWS):
             yield part, torch.cdist(part, among)
@@ -167,10 +183,11 @@ def _tables(rows: Tensor, among: Tensor, label: str) -> Iterator[tuple[Tensor, T
 def nearness(
     synthetic: np.ndarray, training: np.ndarray, held_out: np.ndarray, *, device: torch.device | str = "cpu"
 ) -> Nearness:
-    """Images uint8 [n, h, w, c]; training and held-out ones must be equally many, or more would mean nearer.
+    """Test whether synthetic images are nearer to training images than to held-out ones. Images are uint8 [n, h, w, c].
 
-    Whoever learned nothing by heart cannot tell the two kinds apart, so exchanging them at random changes nothing
-    but by chance: that is the test. It goes by the nearest few of both kinds together, for each synthetic image.
+    Training and held-out images must be equally many: more images would be nearer. It is a permutation test: a
+    generator that memorised nothing cannot distinguish the two kinds, so exchanging them at random changes the ratio
+    of distances by chance only. For each synthetic image, only the nearest few of both kinds together are used.
     """
     if len(training) != len(held_out):
         raise DatalensError(f"{len(training)} training and {len(held_out)} held-out images: they must be equally many")
@@ -213,9 +230,12 @@ def nearness(
 
 
 def _first(distance: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """[…, n] each: the nearest that was trained on, and the nearest that was not.
+    """Return the distances […, n] to the nearest training image and to the nearest held-out image.
 
-    `distance` [n, k], nearest first; `trained` […, n, k]. If all k are of one kind, the k-th stands in for the other.
+    Args:
+        distance: distances [n, k] to the k nearest images, nearest first.
+        trained: which of them are training images […, n, k]. If all k are of one kind, the k-th distance is used for
+            the other kind.
     """
     last, table = distance.shape[1] - 1, distance.expand(trained.shape)
     first = torch.where(trained.any(dim=-1), trained.to(torch.int8).argmax(dim=-1), last)
@@ -232,7 +252,7 @@ def _between(values: Tensor, tail: float) -> tuple[float, float]:
 
 
 def balance(synthetic: np.ndarray, real: np.ndarray, classes: tuple[str, ...]) -> Balance:
-    """From labels [n] and [m]."""
+    """Compare the class frequencies of labels [n] and [m]."""
     shares = [np.bincount(labels, minlength=len(classes)) / len(labels) for labels in (synthetic, real)]
     return Balance(
         synthetic=tuple(shares[0].tolist()),

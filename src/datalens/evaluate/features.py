@@ -1,6 +1,6 @@
-"""Features of images, in which distributions are compared: the data set's own classifier's, Inception-v3's, or pixels.
+"""Feature spaces in which images are compared: of the data set's own classifier, of Inception-v3, or pixels.
 
-A number means nothing without the features it was measured in, so each kind carries a name that stands beside it.
+A distance means nothing without its features, so each kind has a name, which is reported with every figure.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,33 +18,33 @@ from datalens.evaluate.judge import Judge, batches
 from datalens.progress import bar
 
 Resize = Literal["bilinear", "bicubic"]
-_SIDE = 299  # of the images that Inception-v3 sees
+_SIDE = 299  # side of Inception-v3's input images
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
-    """From uint8 images [b, h, w, c] to [b, size]."""
+    """A map from uint8 images [b, h, w, c] to features [b, size]."""
 
     name: str
-    fingerprint: str  # of the network: for the cache
+    fingerprint: str  # identifies the network in the cache
     size: int
     batch: int
     extract: Callable[[Tensor], Tensor]
 
     def stream(self, images: np.ndarray, label: str) -> Iterator[Tensor]:
-        """Batch by batch, float32, with a progress bar."""
+        """Yield the features of all images in batches, float32, with a progress bar."""
         with torch.inference_mode(), bar(f"{label}: features", len(images)) as (progress, task):
             for part in batches(images, self.batch):
                 yield self.extract(part)
                 progress.advance(task, len(part))
 
     def of(self, images: np.ndarray, label: str) -> Tensor:
-        """All of them, [n, size], on the CPU."""
+        """Return the features of all images [n, size], on the CPU."""
         return torch.cat([part.cpu() for part in self.stream(images, label)])
 
 
 def own(judge: Judge) -> Features:
-    """What the last layer of the data set's own classifier sees. Comparable within a data set only."""
+    """Return the inputs of the last layer of the data set's own classifier. Comparable within one data set only."""
     size = judge.network.features_of_an_image
     return Features(
         name=f"own: {size} features of the {judge.name}",
@@ -56,11 +56,11 @@ def own(judge: Judge) -> Features:
 
 
 def inception(device: torch.device | str, *, resize: Resize = "bilinear") -> Features:
-    """Those that FID is published in: 2048, of Inception-v3, from a checked file."""
+    """Return the features of published FIDs: 2048, of Inception-v3, whose weights file is checked."""
     network = inception_v3.load(weights.read("inception")).to(device)
 
     def extract(images: Tensor) -> Tensor:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):  # all of float32's bits
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):  # full float32 precision
             return network(prepared(images.to(device), resize))
 
     return Features(
@@ -73,9 +73,10 @@ def inception(device: torch.device | str, *, resize: Resize = "bilinear") -> Fea
 
 
 def prepared(images: Tensor, resize: Resize = "bilinear") -> Tensor:
-    """uint8 [b, h, w, c] to [b, 3, 299, 299]: (x − 128) / 128, as the weights expect. Grey is shown as three colours.
+    """Convert uint8 [b, h, w, c] to [b, 3, 299, 299] with values (x − 128) / 128, as the weights expect.
 
-    Pixels have their centres in the middle (as in pytorch-fid; not as in TensorFlow 1). Larger images are smoothed.
+    A grey channel is repeated three times. Pixel centres are aligned as in pytorch-fid, not as in TensorFlow 1.
+    Antialiasing is used for larger images.
     """
     x = images.permute(0, 3, 1, 2).float()
     x = x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1)  # without alpha
@@ -85,7 +86,7 @@ def prepared(images: Tensor, resize: Resize = "bilinear") -> Tensor:
 
 
 def pixels(size: int) -> Features:
-    """The images themselves, in [0, 1]: no network, so nothing it could overlook or invent."""
+    """Return pixel values in [0, 1] as features, which depend on no network."""
     return Features(
         name=f"pixels: {size} values",
         fingerprint="pixels",

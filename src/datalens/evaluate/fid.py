@@ -1,8 +1,9 @@
-"""Fréchet distance between synthetic and real images (Heusel et al. 2017), by torchmetrics' arithmetic.
+"""Fréchet distance between synthetic and real images (Heusel et al. 2017), computed by torchmetrics.
 
-‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2(Σ₁Σ₂)^½) of means and covariances of features: how far apart two Gaussians with these are.
-Called FID where the features are Inception-v3's; in others it is another number, so their name stands beside it. Biased
-upwards by few images, so compare at equal counts only. Measured with real data: for the owner, not covered by ε.
+It is ‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2(Σ₁Σ₂)^½), the distance of two Gaussians with the means and covariances of features.
+With Inception-v3's features it is called FID; with others it is another number, so the name of the features is reported
+with it. It is biased upwards for few images, so compare at equal counts only. Measured on real data: for the owner, not
+covered by ε.
 """
 
 import warnings
@@ -25,13 +26,15 @@ _STATES = ("features_sum", "features_cov_sum", "features_num_samples")  # torchm
 
 @dataclass(frozen=True, kw_only=True)
 class Fid:
+    """A Fréchet distance with the features and the numbers of images it was computed from."""
+
     fid: float
-    fid_real: float | None  # of real images held out: no generator does better than that
+    fid_real: float | None  # of held-out real images: no generator can be expected to do better
     features: str
     synthetic: int
     real: int
     held_out: int
-    enough: bool  # more images than features on either side: else covariances are singular, and it says little
+    enough: bool  # more images than features on both sides; otherwise covariances are singular and it means little
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,14 +48,22 @@ def fid(
     held_out: np.ndarray | None = None,
     fresh: bool = False,
 ) -> Fid:
-    """Of images uint8 [n, h, w, c], and to read it against of real ones held out."""
+    """Return the distance of synthetic images to real ones, plus that of held-out real images as a baseline.
+
+    Args:
+        synthetic: images uint8 [n, h, w, c].
+        real: real images, in the same format.
+        features: the feature space.
+        held_out: real images that are not in `real`.
+        fresh: compute moments of real images again even if they are in the cache.
+    """
     reference = moments(real, features, "FID: real images", fresh=fresh)
-    other = None
+    baseline = None
     if held_out is not None:
-        other = distance(moments(held_out, features, "FID: held-out real images", fresh=fresh), reference)
+        baseline = distance(moments(held_out, features, "FID: held-out real images", fresh=fresh), reference)
     return Fid(
         fid=distance(_moments(synthetic, features, "FID: synthetic images"), reference),
-        fid_real=other,
+        fid_real=baseline,
         features=features.name,
         synthetic=len(synthetic),
         real=len(real),
@@ -62,7 +73,7 @@ def fid(
 
 
 def moments(images: np.ndarray, features: Features, label: str, *, fresh: bool = False) -> dict[str, Tensor]:
-    """Sum, sum of products and number of the features of real images; kept, since other runs need them too."""
+    """Return sum, sum of products and number of the features of real images. Cached, since other runs need them too."""
     name = cache.key("moments", images, features.fingerprint)
     return cache.remembered_tensors(f"moments-{name}", lambda: _moments(images, features, label), fresh=fresh)
 
@@ -78,14 +89,14 @@ def _moments(images: np.ndarray, features: Features, label: str) -> dict[str, Te
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Between two Gaussians given by their moments."""
+    """Return the Fréchet distance of two Gaussians that are given by their moments."""
     metric = _metric(one["features_sum"].numel())
     metric.orig_dtype = torch.float64
     for side, values in (("fake", one), ("real", other)):
         for state in _STATES:
             setattr(metric, f"{side}_{state}", values[state])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that nothing was added up: it was, before
+        warnings.simplefilter("ignore", UserWarning)  # it warns that `update` was not called: the states were set
         return metric.compute().item()
 
 
@@ -96,7 +107,7 @@ def _metric(size: int) -> "FrechetInceptionDistance":
 
 
 class _Given(nn.Identity):
-    """Features come as they are; torchmetrics asks a network for their number by this name."""
+    """A network that returns its inputs, which are features already. torchmetrics reads their number from it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

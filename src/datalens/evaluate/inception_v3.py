@@ -1,7 +1,7 @@
-"""Inception-v3 up to its 2048 features (Szegedy et al. 2016), as TensorFlow published it in 2015: FID is defined by it.
+"""Inception-v3 up to its 2048 features (Szegedy et al. 2016), as published by TensorFlow in 2015: FID is defined by it.
 
-The weights come in a TorchScript file. Only its arrays are read, in the order in which the network names them: nothing
-in it is unpickled or run.
+The weights come in a TorchScript file. Only its arrays are read, in the order of the network's buffers; nothing in it
+is unpickled or run.
 """
 
 import io
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-_FOLDER = "out_jit_module/data"  # in the file
+_FOLDER = "out_jit_module/data"  # folder of the arrays in the TorchScript file
 _Kernel = int | tuple[int, int]
 
 
 class _Conv(nn.Module):
-    """Convolution, batch norm without a gain, relu."""
+    """A convolution, batch norm without a gain, and relu."""
 
     def __init__(self, channels: int, out: int, kernel: _Kernel, *, stride: int = 1, padded: bool = True) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Conv(nn.Module):
 
 
 class _Beside(nn.ModuleList):
-    """Branches that see the same, one after the other in the channels."""
+    """Parallel branches with the same input, whose outputs are concatenated along the channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self], dim=1)
@@ -108,7 +108,7 @@ def _block_e(channels: int, pool: nn.Module) -> nn.Module:
 
 
 def network() -> nn.Module:
-    """[b, 3, 299, 299] -> [b, 2048]; weights are zero."""
+    """Return the network from [b, 3, 299, 299] to [b, 2048], with all weights zero."""
     return nn.Sequential(
         *(_Conv(3, 32, 3, stride=2, padded=False), _Conv(32, 32, 3, padded=False), _Conv(32, 64, 3), _half()),
         *(_Conv(64, 80, 1), _Conv(80, 192, 3, padded=False), _half()),
@@ -116,14 +116,14 @@ def network() -> nn.Module:
         _block_b(),
         *(_block_c(128), _block_c(160), _block_c(160), _block_c(192)),
         _block_d(),
-        # The last block takes the largest, not the mean: so do the published weights.
+        # The last block has max pooling instead of average pooling, like the network of the published weights.
         *(_block_e(1280, _mean()), _block_e(2048, nn.MaxPool2d(3, stride=1, padding=1))),
         *(nn.AvgPool2d(8), nn.Flatten()),
     )
 
 
 def load(data: bytes) -> nn.Module:
-    """The network with the weights of a file, which must have been checked."""
+    """Return the network with the weights of a file, whose hash must have been checked."""
     net = network()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for number, value in enumerate(net.state_dict().values()):

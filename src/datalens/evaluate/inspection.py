@@ -1,6 +1,6 @@
-"""What is in the user's own data: counts, sizes, problems, and what would be planned. For the owner's eyes only.
+"""`datalens inspect`: counts, sizes and problems of the user's own data, and the plans for it. For the owner only.
 
-Nothing here is private in the sense of ε: it is exact. It goes to the terminal, and into no file and no release.
+The figures are exact, so no ε covers them. They are printed on the terminal and never written to a file or release.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from datalens.plans.registry import make_plan
 from datalens.progress import bar
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
-TINY = 20  # records of a class: nothing can be said of so few (see released.moments)
-NAMED = 5  # problems of a kind that are named; the rest are counted
+TINY = 20  # with fewer records, nothing can be learned about a class (see released.moments)
+NAMED = 5  # number of problems of a kind that are listed; the rest are counted
 EPSILONS = (1.0, 3.0, 10.0)
 BLOCK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What looking into one image found."""
+    """The result of decoding one image."""
 
     digest: bytes
     kind: Kind | None
@@ -45,7 +45,15 @@ class Look:
 def inspect(
     path: Path, reading: Reading, *, nominal_size: int | None, delta: float, most: int | None
 ) -> dict[str, Any]:
-    """All that `datalens inspect` shows, as JSON has it."""
+    """Return everything that `datalens inspect` shows, as JSON.
+
+    Args:
+        path: the user's data.
+        reading: how to read it.
+        nominal_size: the declared nominal number of records or persons; None: a round figure near the true one.
+        delta: the δ of the plans.
+        most: limit of images to decode; None: all.
+    """
     if str(path) in formats.sources.names() and not path.exists():
         raise DatalensError(f"{path} is a named data set, whose figures are public: see `datalens data list`")
     listed = formats.own_images(path, reading)
@@ -56,9 +64,9 @@ def inspect(
     per_class = Counter(dict.fromkeys(classes, 0))
     per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
     keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else [])]
-    whose = Counter(keys)
-    persons = len(whose) if reading.record_id is not None else None
-    units = per_class  # of a class: what is protected, and counted
+    images_of = Counter(keys)
+    persons = len(images_of) if reading.record_id is not None else None
+    units = per_class  # number of privacy units in each class: records or persons
     if persons is not None:
         units = Counter(dict.fromkeys(classes, 0))
         units.update(classes[label] for label, _ in {*zip(labels.tolist(), keys, strict=True)})
@@ -66,7 +74,7 @@ def inspect(
         "path": str(path),
         "records": len(labels),
         "persons": persons,
-        "most_images_of_a_person": max(whose.values()) if persons else None,
+        "most_images_of_a_person": max(images_of.values()) if persons else None,
         "looked_into": len(looks),
         "classes": dict(per_class),
         "persons_of_classes": None if persons is None else dict(units),
@@ -83,7 +91,7 @@ def inspect(
 
 
 def _test_images(path: Path, reading: Reading) -> int | None:
-    """How many there are; None: `datalens evaluate` will have none to test on."""
+    """Return the number of test images; None: there are none, and `datalens evaluate` cannot run."""
     try:
         listed = formats.own_images(path, reading, "test")
         return len(listed.images) if isinstance(listed, Dataset) else sum(len(s.ids) for s in listed.encoded(BLOCK))
@@ -92,14 +100,14 @@ def _test_images(path: Path, reading: Reading) -> int | None:
 
 
 def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Labels and ids of all; looks, and names, of those that were looked into."""
+    """Return labels and ids of all records, and results and names of those that were decoded."""
     if isinstance(listed, Dataset):
         return _look_at_arrays(listed, most)
     labels: list[np.ndarray] = [np.zeros(0, np.int64)]
     ids: list[Any] = []
     looks: list[Look] = []
     names: list[str] = []
-    for some in listed.encoded(BLOCK):  # how many there are; encoded images are not read for it
+    for some in listed.encoded(BLOCK):  # labels and ids only: this reads no image
         labels.append(some.labels)
         ids += some.ids
     count = len(ids)
@@ -116,7 +124,7 @@ def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[A
 
 
 def _numbered(blocks: Iterator[Encoded]) -> Iterator[tuple[Encoded, int]]:
-    """With how many came before."""
+    """Yield each block with the number of records before it."""
     seen = 0
     for some in blocks:
         yield some, seen
@@ -136,7 +144,7 @@ def _one(some: Encoded, i: int) -> Look:
 
 
 def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Arrays were checked when they were opened."""
+    """Return the same for arrays, which were checked when they were opened."""
     schema, count = listed.schema, len(listed.images)
     kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
     ids = list(range(count)) if listed.ids is None else listed.ids.tolist()
@@ -160,16 +168,16 @@ def _problems(
             twice.append(f"{name} is the same as {first[look.digest]}")
     unit = "records" if reading.record_id is None else "persons"
     tiny = [
-        f"class {name} has {count} {unit}, too few to say anything of: bring more, or put it into another class"
+        f"class {name} has {count} {unit}, too few to learn anything about it: add more, or merge it with another class"
         for name, count in units.items()
         if count < TINY
     ]
     mixed = []
     if len(sizes) > 1 and reading.image_size is None:
-        mixed.append(f"{len(sizes)} sizes of image: choose one with --image-size")
+        mixed.append(f"images of {len(sizes)} sizes: choose one with --image-size")
     modes = {look.kind.mode for look in looks if look.kind}
     if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
-        mixed.append("grey and colour images: the first decides, and must be of colour; or make all grey, --grayscale")
+        mixed.append("grey and colour images: the first one decides, and must be colour; or use --grayscale")
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
         mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")
@@ -184,7 +192,7 @@ def _problems(
 def _plans(
     path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any], delta: float
 ) -> list[dict[str, Any]]:
-    """What `train` would do at three budgets, by the figures above; or why it would not."""
+    """Return what `train` would do at three budgets with these figures, or why it would refuse."""
     plans = []
     for epsilon in EPSILONS:
         plan: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "relation": "add-remove", "accountant": "exact"}
@@ -203,7 +211,10 @@ def _plans(
 
 
 def _schema(path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any]) -> Schema:
-    """As it would be declared, by the commonest size if none was said; so that a broken first file stops nothing."""
+    """Return the schema that would be declared.
+
+    Without a declared size it has the most frequent one, so that a broken first file does not stop the inspection.
+    """
     if not found["sizes"]:
         raise DatalensError(f"{path} holds no readable image")
     height, width = next(iter(found["sizes"])).split("x")
@@ -224,14 +235,14 @@ def _schema(path: Path, listed: Found | Dataset, reading: Reading, found: dict[s
 
 
 def _round(count: int) -> int:
-    """The nearest of a few round figures: a public one need not be near."""
+    """Return the nearest round figure. A public size need not be close to the true one."""
     unit = 10 ** (len(str(max(count, 1))) - 1)
     figures = [max(1, round(part * unit)) for part in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)]
     return min(figures, key=lambda figure: abs(math.log(figure / max(count, 1))))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """Return the figures of `inspect` as lines of text."""
     units = (
         ""
         if found["persons"] is None
@@ -244,7 +255,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         for name, count in list(classes.items())[:20]
     ]
     more = [f"  … and {len(classes) - 20} more, {min(classes.values())} to {max(classes.values())} records each"]
-    said = [
+    output = [
         f"{found['path']}: {found['records']} images{units}, {found['looked_into']} looked into",
         f"THIS IS {OWNER_ONLY}.",
         f"classes: {len(classes)}",
@@ -258,12 +269,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
     for name in ("unreadable", "duplicates", "tiny_classes", "mixed"):
         problems = found[name]
-        said += [f"problem: {one}" for one in problems[:NAMED]]
-        said += [f"problem: … and {len(problems) - NAMED} more like it"] if len(problems) > NAMED else []
+        output += [f"problem: {one}" for one in problems[:NAMED]]
+        output += [f"problem: … and {len(problems) - NAMED} more like it"] if len(problems) > NAMED else []
     if not any(found[name] for name in ("unreadable", "duplicates", "tiny_classes", "mixed")):
-        said.append("no problem found")
+        output.append("no problem found")
     size = found["nominal_size"]
-    said.append(
+    output.append(
         f"plans, for --nominal-size {size}"
         + ("" if found["nominal_size_declared"] else " (a round figure: choose your own, it will be public)")
         + ":"
@@ -273,12 +284,12 @@ def lines(found: dict[str, Any]) -> list[str]:
             f"  ε = {plan['epsilon']:g} (δ = {plan['delta']:g}, {plan['relation']}, {plan['accountant']} accountant): "
         )
         if "refused" in plan:
-            said.append(price + plan["refused"])
+            output.append(price + plan["refused"])
             continue
         noise = plan["noise_to_signal"]
-        said.append(
-            f"{price}{plan['coordinates']} coordinates, {plan['texture']} of texture; noise by signal: class means "
-            f"{noise['sums']:.2g}, covariances {noise['covariances']:.2g}"
+        output.append(
+            f"{price}{plan['coordinates']} coordinates, {plan['texture']} of texture; noise-to-signal ratio: class "
+            f"means {noise['sums']:.2g}, covariances {noise['covariances']:.2g}"
         )
-        said += [f"  warning: {line}" for line in plan["warnings"]]
-    return said
+        output += [f"  warning: {line}" for line in plan["warnings"]]
+    return output

@@ -1,6 +1,6 @@
-"""The data set's own classifier: trained on real images, it judges synthetic ones.
+"""The data set's own classifier: it is trained on real images and judges synthetic ones.
 
-It is made of records without noise, so it stays in the owner's cache (mode 0600), and what it says is not covered by ε.
+It is trained on records without noise, so it stays in the owner's cache (mode 0600), and no ε covers its results.
 """
 
 import math
@@ -20,7 +20,7 @@ from datalens.progress import bar
 
 _BATCH, _SEED = 128, 0
 _LOOK = 250  # images at a time
-STEPS = 1000  # at least: a small set is gone through more often, or its judge would be unsure of everything
+STEPS = 1000  # minimum of training steps: on a small set, few epochs would leave the judge uncertain of everything
 
 # Test accuracy of the classifiers that the paper's Inception Scores come from (DataLens, Appendix A.3).
 PAPER = {"mnist": 0.99, "fashion-mnist": 0.93, "celeba-gender": 0.97}
@@ -28,12 +28,12 @@ PAPER = {"mnist": 0.99, "fashion-mnist": 0.93, "celeba-gender": 0.97}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
-    """A network, and how often it is right about real images it was not trained on."""
+    """A network with its accuracy on real images that it was not trained on."""
 
     network: SmallResNet
     accuracy: float
     data: str
-    images: int  # trained on
+    images: int  # number of training images
     epochs: int
     fingerprint: str
     device: torch.device
@@ -46,11 +46,11 @@ class Judge:
         )
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 [b, h, w, c] to [b, f]: what its last layer sees."""
+        """Return the inputs of the last layer [b, f] for images uint8 [b, h, w, c]."""
         return self.network.features(normalise(images.to(self.device)))
 
     def probabilities(self, images: np.ndarray, label: str) -> Tensor:
-        """[n, classes], float64, on the CPU."""
+        """Return class probabilities [n, classes], float64, on the CPU."""
         parts = []
         with torch.inference_mode(), bar(label, len(images)) as (progress, task):
             for part in batches(images, _LOOK):
@@ -60,6 +60,7 @@ class Judge:
 
 
 def batches(images: np.ndarray, size: int) -> Iterator[Tensor]:
+    """Yield images in batches of at most `size`."""
     for start in range(0, len(images), size):
         yield torch.tensor(images[start : start + size])
 
@@ -73,7 +74,16 @@ def judge(
     fresh: bool = False,
     least: int | None = None,
 ) -> Judge:
-    """The classifier of these real images: from the cache, or trained now, for at least so many steps."""
+    """Return the classifier of a real data set, from the cache or trained now.
+
+    Args:
+        training: images and labels to train on.
+        test: images and labels to measure its accuracy on.
+        epochs: number of epochs; more, if they have fewer than `least` steps.
+        device: where to compute.
+        fresh: train again even if it is in the cache.
+        least: minimum of training steps; by default STEPS.
+    """
     if epochs < 1:
         raise DatalensError(f"--judge-epochs must be at least 1, not {epochs}")
     epochs = max(epochs, math.ceil((least or STEPS) / max(1, len(training.images) // _BATCH)))

@@ -1,4 +1,4 @@
-"""All measures of one synthetic set, each kept by what it follows from; and `evaluation.json`, where a run keeps them.
+"""All measures of one synthetic set, cached, and `evaluation.json`, where a run keeps the results.
 
 For the owner: computed from real records without noise, not covered by ε. Never part of a release.
 """
@@ -40,7 +40,7 @@ NOTE = "measured on real data: for the owner, not covered by ε"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure. `real`: training images to compare with and to train the judge on, at most."""
+    """The settings of all measures."""
 
     data: str
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Settings:
     epochs: int = 10
     features: FeatureName = "own"
     splits: int = 10
-    real: int = 60_000
+    real: int = 60_000  # limit of training images to compare with and to train the judge on
     judge_epochs: int = 15
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Settings:
             raise DatalensError(f"--real must be at least 10, not {self.real}")
 
 
-# Which settings a measure goes by: the others do not make its result another one.
+# The settings that each measure depends on. Its cached result stays valid when others change.
 _USED = {
     "utility": ("sizes", "classifiers", "seeds", "epochs"),
     "inception": ("real", "judge_epochs", "splits"),
@@ -67,9 +67,15 @@ _USED = {
 
 
 class Bench:
-    """A synthetic set beside the real one. What is read, trained or extracted is there when it is first needed.
+    """Measures a synthetic set against the real one. Data are read, and networks trained, when first needed.
 
-    `training`: so many training records at most, drawn at random.
+    Args:
+        synthetic: the synthetic set.
+        test: real records that were not trained on.
+        training: a function that returns at most so many training records, drawn at random.
+        settings: how to measure.
+        device: where to compute.
+        fresh: measure again even if there are cached results.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Bench:
         self.device, self.fresh, self._some = device, fresh, training
 
     def measure(self, name: Measure) -> dict[str, Any]:
-        """Date, settings and values."""
+        """Return date, settings and values of a measure, from the cache or measured now."""
         used = {key: value for key, value in asdict(self.settings).items() if key in _USED[name]}
         settings = {
             "data": self.settings.data,
@@ -115,7 +121,7 @@ class Bench:
 
     @cached_property
     def _few(self) -> Dataset:
-        """As many training images as synthetic ones at most: what utility compares with."""
+        """Return the training images that `utility` compares with: at most as many as there are synthetic ones."""
         return self._some(min(max(self.settings.sizes), len(self.synthetic.images)))
 
     @cached_property
@@ -137,8 +143,8 @@ class Bench:
         return features.pixels(self._training.schema.dimensions)
 
     def _utility(self) -> dict[str, Any]:
-        """The first classifier's at the largest size; all of them under `all` where there are several."""
-        found = []
+        """Return the result of the first classifier at the largest size, and all under `all` if there are several."""
+        scores = []
         for name in self.settings.classifiers:
             for size in sorted(self.settings.sizes, reverse=True):
                 score = utility.evaluate(
@@ -152,8 +158,8 @@ class Bench:
                     device=self.device,
                     classifier=name,
                 )
-                found.append({"name": name, **score.as_dict()})
-        return found[0] | ({"all": found} if len(found) > 1 else {})
+                scores.append({"name": name, **score.as_dict()})
+        return scores[0] | ({"all": scores} if len(scores) > 1 else {})
 
     def _inception(self) -> dict[str, Any]:
         return inception_score(self.synthetic, self.test.images, self._judge, splits=self.settings.splits).as_dict()
@@ -174,7 +180,7 @@ class Bench:
 
 
 def part_of(synthetic: SyntheticDataset, size: int) -> SyntheticDataset:
-    """So many of the images, drawn at random; all of them in their order if that is what is asked for."""
+    """Return `size` of the images, drawn at random; if that is all of them, in their order."""
     count = len(synthetic.images)
     if size > count:
         raise DatalensError(f"--sizes {size} is more than the {count} synthetic images there are")
@@ -188,37 +194,38 @@ def part_of(synthetic: SyntheticDataset, size: int) -> SyntheticDataset:
 
 
 def is_run(path: Path) -> bool:
-    """The run itself, not its release: results must not come to lie in what is handed on."""
+    """Return whether a path is a run, and not its release: results must not be written to what is published."""
     return (path / "config.json").is_file() and (path / "ledger.jsonl").is_file()
 
 
 def record(run: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Put results beside what was measured before, on the private side of a run."""
+    """Add results to a run's `evaluation.json`, which is on its private side."""
     content = {**read(run), "note": NOTE, **results}
     store(run / FILE, json.dumps(content).encode(), private=True)
 
 
 def read(run: Path) -> dict[str, Any]:
-    """What was measured so far; nothing, where nothing was or the file is damaged."""
+    """Return the results so far; empty if nothing was measured or the file is damaged."""
     try:
-        found = json.loads((run / FILE).read_text(encoding="utf-8"))
+        content = json.loads((run / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 # --- for people -----------------------------------------------------------------------------------------------------
 
 
 def lines(results: dict[str, dict[str, Any]], classes: Sequence[str]) -> list[str]:
-    said = []
+    """Return results as lines of text."""
+    output = []
     for key, found in results.items():
-        said += _utility_lines(found, classes) if key == "utility" else _LINES[key](found)
-    return [*said, NOTE]
+        output += _utility_lines(found, classes) if key == "utility" else _LINES[key](found)
+    return [*output, NOTE]
 
 
 def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
-    said = [
+    output = [
         f"accuracy {_spread(found)} on {found['test']} real test images "
         f"({found['classifier']}, {found['synthetic']} synthetic images, final of {found['epochs']} epochs, "
         f"{counted(found['seeds'], 'seed')})",
@@ -231,20 +238,20 @@ def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
         ),
     ]
     for other in found.get("all", ()):
-        said.append(
+        output.append(
             f"{other['name']:9} {other['synthetic']:6} synthetic images: {_spread(other)}, as many real ones, or all: "
             f"{other['accuracy_real']:.4f}"
         )
-    return said
+    return output
 
 
 def _spread(found: dict[str, Any]) -> str:
-    """One seed has none."""
+    """Format an accuracy with its standard deviation, which a single seed does not have."""
     return f"{found['accuracy']:.4f}" + (f" ± {found['accuracy_std']:.4f}" if found.get("seeds", 2) > 1 else "")
 
 
 def _inception_lines(found: dict[str, Any]) -> list[str]:
-    said = [
+    output = [
         f"Inception Score {found['score']:.3f} ± {found['score_std']:.3f} ({found['synthetic']} images, "
         f"{found['splits']} splits); real images score {found['score_real']:.3f} ± {found['score_real_std']:.3f}",
         f"judged by a {found['judge']}",
@@ -252,18 +259,18 @@ def _inception_lines(found: dict[str, Any]) -> list[str]:
     ]
     paper = found["judge_accuracy_paper"]
     if paper is not None and found["judge_accuracy"] < paper:
-        said.append(f"the paper's judge had a test accuracy of {paper:.0%}: more --judge-epochs, or --real, may help")
-    return said
+        output.append(f"the paper's judge had a test accuracy of {paper:.0%}: more --judge-epochs, or --real, may help")
+    return output
 
 
 def _fid_lines(found: dict[str, Any]) -> list[str]:
-    said = [
+    output = [
         f"FID {found['fid']:.3f} ({found['features']}; {found['synthetic']} synthetic against {found['real']} real "
         f"images); {found['held_out']} held-out real images: {found['fid_real']:.3f}",
     ]
     if not found["enough"]:
-        said.append("there are fewer images than features: this FID is mostly bias, ask for more with --count")
-    return said
+        output.append("there are fewer images than features: this FID is mostly bias, ask for more with --count")
+    return output
 
 
 def _faithfulness_lines(found: dict[str, Any]) -> list[str]:
@@ -277,7 +284,7 @@ def _faithfulness_lines(found: dict[str, Any]) -> list[str]:
         f"{near['interval'][1]:.4f}) of that to as many held-out images; by chance: {near['chance'][0]:.4f} to "
         f"{near['chance'][1]:.4f}; copies of training images: {near['copies']}, of held-out ones: "
         f"{near['copies_of_held_out']}",
-        "A LEAK: synthetic images are too near to training images" if near["leak"] else "no leak is seen by distance",
+        "A LEAK: synthetic images are too near to training images" if near["leak"] else "distances show no leak",
         f"class balance: {balance['distance']:.1%} of the images would have to change class{missing}",
     ]
 

@@ -1,4 +1,4 @@
-"""`owner.html`: what the owner of the data may know about a run and nobody else. None of it is covered by ε."""
+"""`owner.html`: a page about a run for the owner of the data only. None of it is covered by ε."""
 
 import datetime
 import json
@@ -15,13 +15,14 @@ from datalens.run.folder import read_config
 from datalens.run.reservation import standing
 
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
-# What methods log, and how a person calls it; other names are shown as they are.
+# Titles of the metrics that methods log. Other names are shown unchanged.
 METRICS = {
-    "agreement": "Agreement of teachers: 1 if all vote alike, more by noise; under the line of noise alone it is none",
-    "between_classes": "Distance between class means of synthetic images, per pixel; far below the other line, the "
-    "student ignores its labels",
-    "real": "Agreement of teachers: part of them that take a synthetic image for real, with noise",
-    "answered": "Agreement of teachers: part of the questions on which enough of them seemed to agree",
+    "agreement": "Agreement of teachers: 1 if all send the same vote, above 1 only by noise; below the line of noise "
+    "alone no agreement can be measured",
+    "between_classes": "Distance between class means of synthetic images, per pixel; if it is far below the other "
+    "line, the student ignores its labels",
+    "real": "Agreement of teachers: fraction of them that take a synthetic image for real, with noise",
+    "answered": "Agreement of teachers: fraction of the queries on which enough of them seemed to agree",
     "teacher_loss": "Loss of the teachers",
     "critic_loss": "Loss of the critic",
     "accuracy": "Accuracy on real test records",
@@ -33,12 +34,12 @@ MEASURES = {
     "fid": "FID",
     "faithfulness": "Faithfulness",
 }
-# What has no chart of its own; and which lines share one.
-UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise", "within_classes")
-PUBLIC = ("sigma", "between_classes")  # the release has it too
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise", "within_classes")  # have no chart of their own
+PUBLIC = ("sigma", "between_classes")  # follow from the release too
+# Metric → a second line on its chart: metric and title.
 BESIDE = {"agreement": ("agreement_noise", "noise alone"), "between_classes": ("within_classes", "within a class")}
 MOST_ROWS = 60
-# Measure, what to call it, its key, and that of the same on real data.
+# Measure, title, its key, and the key of the same measure on real data.
 HEADLINES = (
     ("utility", "Accuracy of a classifier that saw synthetic images only", "accuracy", "accuracy_real"),
     ("inception_score", "Inception Score", "score", "score_real"),
@@ -49,7 +50,7 @@ HEADLINES = (
 
 
 def page(run: Path) -> bytes:
-    """Everything that lies in the run folder and is worth a look."""
+    """Return the page: metrics, measures and audits in the run folder."""
     config = read_config(run)
     budget, events = read_ledger(run / "ledger.jsonl")
     spent = budget.pricing().epsilon(events, budget.delta)
@@ -89,43 +90,47 @@ def page(run: Path) -> bytes:
 
 
 def read_facts(run: Path, name: str) -> dict[str, Any]:
-    """What another command left in the run folder; nothing, if it was not called yet."""
+    """Read the results that another command wrote to a run folder; empty if there are none.
+
+    Raises:
+        DatalensError: the file is damaged.
+    """
     path = run / name
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
             raise ValueError("it is no JSON object")
     except (ValueError, RecursionError) as error:
         raise DatalensError(f"{path} is damaged ({error}): delete it, and measure again") from error
-    return found
+    return facts
 
 
 def keep(run: Path, name: str, facts: dict[str, Any]) -> None:
-    """Beside what is there, for the owner's eyes only."""
+    """Add results to a file of a run folder, readable by the owner only."""
     content = json.dumps({**read_facts(run, name), **facts}, indent=1, default=str).encode()
     write_atomically(run / name, content, private=True)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, one a step: the last one counts, where an interruption had steps done twice."""
+    """Read metrics.jsonl, one line per step. If an interruption made a run repeat steps, the last line counts."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return []
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-            found[int(line["step"])] = line
+            by_step[int(line["step"])] = line
         except (ValueError, KeyError, TypeError):  # a torn line, of a run that was killed
             continue
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The figures one looks for first: name, value, and beside it what real data reach and in which features."""
-    found = []
+    """Return the main figures: title, value, and a note with the value on real data, features and classifier."""
+    figures = []
     for measure, name, key, real in HEADLINES:
         fields = as_dict(evaluation.get(measure))
         if (value := number(fields, key)) is not None:
@@ -134,16 +139,16 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
             beside += [str(fields["features"])] if "features" in fields else []
             if by := measured_by(fields):
                 beside.append(by)
-            found.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
+            figures.append((name, with_spread(value, number(fields, f"{key}_std")), "; ".join(beside)))
     nearness = as_dict(as_dict(evaluation.get("faithfulness")).get("nearness"))
     if "leak" in nearness:
         leak = "FOUND" if nearness["leak"] else "not found"
-        found.append(("Images closer to training records than to others", leak, ""))
-    return found
+        figures.append(("Images closer to training records than to others", leak, ""))
+    return figures
 
 
 def measured_by(utility: dict[str, Any]) -> str:
-    """Which classifier an accuracy is of, trained on how many images: others cannot be compared with it."""
+    """Return the classifier of an accuracy, with images and epochs of its training: only equal ones are comparable."""
     if not isinstance(utility.get("classifier"), str):
         return ""
     name = utility["classifier"].split(":")[0]
@@ -151,35 +156,36 @@ def measured_by(utility: dict[str, Any]) -> str:
 
 
 def number(fields: dict[str, Any], name: str) -> float | None:
+    """Return a field as a float if it is a finite number, else None."""
     value = fields.get(name)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable and value is not None else None
 
 
 def blocks(value: dict[str, Any], title: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """JSON of any shape as tables a person can read: numbers and texts, then what lies deeper, each under its name.
+    """Return JSON of any shape as tables: numbers and texts first, then nested values, each under its name.
 
-    A matrix of as many rows and columns as there are `classes` is what one was taken for by how often.
+    A square matrix with as many rows as there are `classes` is shown as a confusion matrix.
     """
     plain = [(_name(key), item) for key, item in value.items() if not isinstance(item, dict) and not _rows(item)]
-    found: list[dict[str, Any]] = [{"kind": "plain", "title": title, "rows": plain}] if plain else []
+    tables: list[dict[str, Any]] = [{"kind": "plain", "title": title, "rows": plain}] if plain else []
     for key, item in value.items():
         under = f"{title} · {_name(key)}" if title else _name(key)
         if isinstance(item, dict):
-            found += blocks(item, under, classes)
+            tables += blocks(item, under, classes)
         elif _matrix(item):
             of_classes = all(len(row) == len(item) == len(classes) for row in item)
-            said_of = f"{under}: how often a record of a class (line) was taken for another (column)"
+            caption = f"{under}: how often a record of a class (row) was classified as each class (column)"
             names = list(classes) if of_classes else [str(i) for i in range(max(map(len, item)))]
-            shown = {"title": said_of if of_classes else under, "names": names, "rows": item[:MOST_ROWS]}
-            found.append({"kind": "matrix", **shown})
+            shown = {"title": caption if of_classes else under, "names": names, "rows": item[:MOST_ROWS]}
+            tables.append({"kind": "matrix", **shown})
         elif _rows(item):
-            found.append(_listed(item, under))
-    return found
+            tables.append(_listed(item, under))
+    return tables
 
 
 def _listed(items: list[dict[str, Any]], title: str) -> dict[str, Any]:
-    """A list of objects as one table; what is nested in them is written out, lists are left out."""
+    """Return a list of objects as one table. Nested objects are written out as text, lists are left out."""
     head = list(dict.fromkeys(name for item in items for name, value in item.items() if not isinstance(value, list)))
     rows = [[_flat(item.get(name)) for name in head] for item in items[:MOST_ROWS]]
     return {"kind": "table", "title": title, "head": [_name(name) for name in head], "rows": rows}
@@ -211,11 +217,11 @@ def _without(value: Any, name: str) -> dict[str, Any]:
 
 
 def with_spread(value: float, spread: float | None) -> str:
-    return said(value) + (f" ± {spread:.2g}" if spread else "")  # of one seed there is none
+    return said(value) + (f" ± {spread:.2g}" if spread else "")  # a single seed has none
 
 
 def _names(lines: list[dict[str, Any]]) -> list[str]:
-    """What was logged, agreement first."""
+    """Return the names of logged metrics, in the order of METRICS."""
     logged = dict.fromkeys(name for line in lines for name in line if name not in UNSHOWN)
     return sorted(logged, key=lambda name: list(METRICS).index(name) if name in METRICS else len(METRICS))
 

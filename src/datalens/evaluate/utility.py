@@ -1,7 +1,7 @@
-"""How useful synthetic images are: the accuracy, on real images, of a classifier trained on them.
+"""Utility of synthetic images: the accuracy, on real images, of a classifier trained on synthetic ones.
 
-Accuracies are computed from real records without any noise, so they are for the data owner:
-publishing them costs privacy that no certificate here accounts for.
+Accuracies are computed from real records without any noise, so they are for the data owner: publishing them costs
+privacy that no certificate accounts for.
 """
 
 import math
@@ -27,10 +27,10 @@ _TEST_BATCH = 250  # on a CPU, larger ones fall out of the cache and run up to t
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Test accuracy after each epoch of one training, and what was taken for what after the last."""
+    """Test accuracy after each epoch of one training, and the confusion matrix after the last."""
 
     per_epoch: tuple[float, ...]
-    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: test images
+    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: numbers of test images
 
     @property
     def final(self) -> float:
@@ -38,25 +38,25 @@ class Scores:
 
     @property
     def best(self) -> float:
-        """Chosen on the test set, so optimistic: only to compare with papers that report it."""
+        """Return the best epoch's accuracy. It is chosen on the test set and optimistic; for comparison with papers."""
         return max(self.per_epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Utility:
-    """What `evaluate` found. Accuracies are fractions of the test set."""
+    """The result of `evaluate`. Accuracies are fractions of the test set."""
 
     accuracy: float  # final epoch, mean over seeds
     accuracy_std: float  # sample standard deviation over seeds; 0 for one seed
     accuracy_best_epoch: float  # mean over seeds; for comparison with papers only
-    accuracy_real: float  # the ceiling, one seed
+    accuracy_real: float  # of the same classifier trained on real images, one seed: a ceiling
     classifier: str
     seeds: int
     epochs: int
-    synthetic: int  # images trained on
-    test: int  # images tested on
+    synthetic: int  # number of training images
+    test: int  # number of test images
     accuracy_per_class: tuple[float | None, ...]  # mean over seeds; None: no test image of that class
-    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: test images, added up over the seeds
+    confusion: tuple[tuple[int, ...], ...]  # [class, guess]: numbers of test images, summed over the seeds
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,11 +76,26 @@ def evaluate(
     first_seed: int = 0,
     accuracy_real: float | None = None,
 ) -> Utility:
-    """Train on the synthetic images once per seed, test on the real ones ([n, h, w, c], labels [n]).
+    """Train a classifier on synthetic images once per seed, and test it on real ones.
 
-    `accuracy_real` trains the same classifier, for as many epochs, on as many real images (a seeded
-    random subset, or all where there are fewer). It is a ceiling to read the others against, so one
-    seed is enough for it, always the same one: who has it from another call can hand it in.
+    For `accuracy_real` the same classifier is trained for as many epochs on as many real images: a seeded random
+    subset, or all if there are fewer. It is a ceiling for comparison, so one seed is enough, always the same one.
+
+    Args:
+        synthetic: the synthetic set.
+        real_train_images: real training images [n, h, w, c].
+        real_train_labels: their labels [n].
+        test_images: real test images [n, h, w, c].
+        test_labels: their labels [n].
+        seeds: number of trainings on synthetic images.
+        epochs: number of epochs of each training.
+        device: where to compute.
+        classifier: which classifier to train.
+        first_seed: the seed of the first training.
+        accuracy_real: the ceiling, if it is known from another call.
+
+    Raises:
+        DatalensError: images or labels do not match the synthetic set, or a number is too small.
     """
     if seeds < 1:
         raise DatalensError(f"at least one seed is needed, not {seeds}")
@@ -132,7 +147,7 @@ def evaluate(
 
 
 def per_class(confusion: NDArray[np.int64]) -> tuple[float | None, ...]:
-    """The part of each row that is on the diagonal."""
+    """Return the fraction of each row that is on the diagonal; None for rows without entries."""
     rows = confusion.sum(axis=1)
     return tuple(float(confusion[i, i] / row) if row else None for i, row in enumerate(rows.tolist()))
 
@@ -151,19 +166,22 @@ def train_classifier(
     progress_label: str,
     classifier: ClassifierName = "paper",
 ) -> tuple[nn.Module, Scores]:
-    """Train a classifier on images [n, h, w, c] and test it after every epoch; the network is ready to be used.
+    """Train a classifier on images [n, h, w, c] and test it after every epoch.
 
-    The test set decides nothing. The same seed gives the same scores on the same machine.
+    Nothing is chosen on the test set. The same seed gives the same scores on the same machine.
+
+    Returns:
+        The network, in evaluation mode, and its scores.
     """
     if epochs < 1 or batch < 1:
         raise DatalensError(f"epochs and batch must be at least 1, not {epochs} and {batch}")
-    how = CLASSIFIERS[classifier]
-    if how.whole_batches and min(batch, len(train_images)) < 2:
+    recipe = CLASSIFIERS[classifier]
+    if recipe.whole_batches and min(batch, len(train_images)) < 2:
         raise DatalensError(f"the classifier {classifier} needs batches of at least two images")
     images, labels = _on(device, train_images), _on(device, train_labels)
     held_images, held_labels = _on(device, test_images), _on(device, test_labels)
     count, height, width, channels = images.shape
-    batches = max(1, count // batch) if how.whole_batches else math.ceil(count / batch)
+    batches = max(1, count // batch) if recipe.whole_batches else math.ceil(count / batch)
     steps = epochs * batches
     shuffles = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same order
     moves = torch.Generator(device).manual_seed(streams.derive(seed, "augmentation"))
@@ -174,15 +192,15 @@ def train_classifier(
         bar(progress_label, steps) as (progress, task),
     ):
         torch.manual_seed(seed)  # initial weights and dropout
-        net = how.network(channels=channels, height=height, width=width, classes=classes)
+        net = recipe.network(channels=channels, height=height, width=width, classes=classes)
         # channels_last takes half the time on a CPU; torch's stubs do not know the argument
         net = net.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer, schedule = how.optimizer(net, steps)
+        optimizer, schedule = recipe.optimizer(net, steps)
         for _ in range(epochs):
             net.train()
             for chosen in torch.randperm(count, generator=shuffles).to(device).split(batch)[:batches]:
-                shown = how.augment(normalise(images[chosen]), moves)
-                loss = F.cross_entropy(net(shown), labels[chosen], label_smoothing=how.smoothing)
+                augmented = recipe.augment(normalise(images[chosen]), moves)
+                loss = F.cross_entropy(net(augmented), labels[chosen], label_smoothing=recipe.smoothing)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -206,11 +224,12 @@ def _on(device: torch.device | str, array: NDArray[Any]) -> Tensor:
 
 
 def normalise(images: Tensor) -> Tensor:
-    """uint8 [b, h, w, c] to [-1, 1] as [b, c, h, w]: the permutation is channels_last already."""
+    """Convert uint8 [b, h, w, c] to [b, c, h, w] in [-1, 1]. The permuted tensor is channels_last already."""
     return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
 def check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+    """Raise DatalensError unless real images and labels have the synthetic set's types, shape and classes."""
     expected, classes = synthetic.images.shape[1:], len(synthetic.classes)
     if images.dtype != np.uint8 or images.shape[1:] != expected:
         raise DatalensError(

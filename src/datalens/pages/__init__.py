@@ -1,7 +1,7 @@
-"""Pages for people: one file each, opened from disk, with nothing fetched from anywhere.
+"""HTML pages: one self-contained file each, which fetches nothing.
 
-Knows neither side: whoever calls says what goes in. A page that travels with a release is sealed: it names the
-certificate it is of, and ends with a hash of all before it.
+This module belongs neither to the private nor to the released side: the caller passes everything that a page shows. A
+page that belongs to a release is sealed: it names its certificate, and ends with a hash of everything before.
 """
 
 import functools
@@ -16,16 +16,16 @@ import jinja2
 from datalens.errors import DatalensError
 
 REPORT, OWNER = "report.html", "owner.html"
-MOST_BYTES = 5_000_000  # of a page that is sealed
+MOST_BYTES = 5_000_000  # size limit of a sealed page
 GENERATOR = b'<meta name="generator" content="datalens">'
 _SEAL = re.compile(rb"<!-- sha256 of everything above: ([0-9a-f]{64}) -->\n\Z")
-FORMAT = 2  # of the page for people; count it up when the same release would give other bytes
+FORMAT = 2  # of the release's page; increase it whenever the same release would give other bytes
 _FORMAT = re.compile(rb'<meta name="datalens-page" content="([0-9]{1,6})">')
 _CERTIFICATE = re.compile(rb'<meta name="datalens-certificate" content="([0-9a-f]{64})">')
 
 
 def render(template: str, **values: Any) -> bytes:
-    """A template with its values, all of them escaped."""
+    """Return a template filled with values, all of which are escaped."""
     text = _environment().get_template(template).render(**values)
     return (text.strip() + "\n").encode()
 
@@ -44,7 +44,7 @@ def _environment() -> jinja2.Environment:
 
 
 def said(value: Any) -> str:
-    """A number as a person writes it; lists with commas."""
+    """Format a value for a page: numbers with up to four digits, yes or no, lists with commas."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -59,28 +59,29 @@ def said(value: Any) -> str:
 
 
 def sealed(page: bytes) -> bytes:
+    """Return a page with a hash of it at its end."""
     return page + b"<!-- sha256 of everything above: " + hashlib.sha256(page).hexdigest().encode() + b" -->\n"
 
 
 def seal_problem(content: bytes, certificate: str) -> str | None:
-    """What is wrong with a sealed page beside the certificate of this hash, if anything."""
-    end, of = _SEAL.search(content), _CERTIFICATE.search(content)
-    if end is None or of is None or hashlib.sha256(content[: end.start()]).hexdigest().encode() != end[1]:
+    """Return what is wrong with a sealed page that should belong to the certificate with this hash, or None."""
+    seal, named = _SEAL.search(content), _CERTIFICATE.search(content)
+    if seal is None or named is None or hashlib.sha256(content[: seal.start()]).hexdigest().encode() != seal[1]:
         return "was changed after it was written"
-    if of[1].decode() != certificate:
-        return "belongs to another certificate: `datalens report` writes it anew"
+    if named[1].decode() != certificate:
+        return "belongs to another certificate: run `datalens report` to write it again"
     return None
 
 
 def page_format(content: bytes) -> int:
-    """Return which `FORMAT` a page was written in. The first one did not say so."""
-    found = _FORMAT.search(content)
-    return int(found[1]) if found else 1
+    """Return the `FORMAT` that a page was written in. Pages of format 1 do not state it."""
+    stated = _FORMAT.search(content)
+    return int(stated[1]) if stated else 1
 
 
 def check_may_replace(path: Path) -> None:
-    """A page of ours may be written again; nothing else is overwritten."""
+    """Raise if writing to a path would replace something other than a page that datalens wrote."""
     if path.is_dir():
         raise DatalensError(f"{path} is a folder: give --out the name of a file, such as {path / 'page.html'}")
     if path.exists() and not (path.is_file() and GENERATOR in path.read_bytes()[:2000]):
-        raise DatalensError(f"{path} exists and is not a page of ours: choose another --out")
+        raise DatalensError(f"{path} exists and is not a page of datalens: choose another --out")

@@ -1,4 +1,4 @@
-"""Line charts as SVG, drawn into the page: colours come from its style sheet, so they follow light and dark."""
+"""Line charts as inline SVG. Colours come from the page's style sheet, so they follow light and dark mode."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 14, 44
 MOST_POINTS = 240
-STYLES = 6  # colours and dashes there are
+STYLES = 6  # line styles that the style sheet defines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line. `stairs`: it stays where it is until the next point."""
+    """One line of a chart. `stairs`: draw it as a step function, constant until the next point."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -23,7 +23,7 @@ class Series:
 
 
 def thinned(count: int, most: int = MOST_POINTS) -> list[int]:
-    """At most so many of 0 … count-1, evenly, the first and the last among them."""
+    """Return at most `most` of the numbers 0 … count-1, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
@@ -32,14 +32,14 @@ def thinned(count: int, most: int = MOST_POINTS) -> list[int]:
 def line_chart(
     series: Sequence[Series], *, title: str, x: str, y: str, limit: float | None = None, limit_name: str = ""
 ) -> Markup:
-    """A figure with its legend. `limit`: a level that must not be passed."""
+    """Return a line chart with its legend, as an HTML figure. `limit`: a level to draw as a limit, with its name."""
     points = [(a, b) for one in series for a, b in one.points if math.isfinite(a) and math.isfinite(b)]
     if not points:
         return Markup()
     levels = [b for _, b in points] + ([] if limit is None else [limit])
     low = min(0.0, *levels) if min(levels) < 0.5 * max(levels) else min(levels)
     x_ticks, y_ticks = ticks(min(a for a, _ in points), max(a for a, _ in points)), ticks(low, max(levels))
-    left = max(LEFT, 12 + 9 * max(len(f"{t:.6g}") for t in y_ticks))  # room for the longest number
+    left = max(LEFT, 12 + 9 * max(len(f"{t:.6g}") for t in y_ticks))  # space for the longest number
     across, up = _scale(x_ticks, left, WIDTH - RIGHT), _scale(y_ticks, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<line class="rule" x1="{left}" x2="{WIDTH - RIGHT}" y1="{up(t):.1f}" y2="{up(t):.1f}"/>' for t in y_ticks
@@ -65,7 +65,7 @@ def line_chart(
         f"</svg> {escape(name)}</li>"
         for kind, name in keys
     )
-    return Markup(  # every text in it was escaped above
+    return Markup(  # all texts were escaped above
         f'<figure class="chart"><figcaption>{escape(title)}<br><span class="soft">{escape(y)}</span></figcaption>'
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="plot" role="img" aria-label="{escape(_description(series, title, x, y))}" '
@@ -74,8 +74,8 @@ def line_chart(
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers a reader expects, from at or below `low` to at or above `high`."""
-    if high <= low:  # one level: from zero to it
+    """Return about `wanted` round numbers, from at or below `low` to at or above `high`."""
+    if high <= low:  # a single level: from zero to it
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
@@ -85,7 +85,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def _scale(marks: list[float], start: float, end: float) -> Callable[[float], float]:
-    """Numbers between the first and the last tick to places on the picture."""
+    """Return the map from values to picture coordinates; the first tick is at `start`, the last at `end`."""
     factor = (end - start) / (marks[-1] - marks[0])
     return lambda value: start + (value - marks[0]) * factor
 
@@ -101,7 +101,7 @@ def _path(points: Sequence[tuple[float, float]], *, stairs: bool) -> str:
 
 
 def _description(series: Sequence[Series], title: str, x: str, y: str) -> str:
-    """What a person hears who does not see the picture."""
+    """Return a description of the chart for screen readers."""
     ends = [
         f"{one.name}: from {one.points[0][1]:.4g} at {one.points[0][0]:.4g} to {one.points[-1][1]:.4g} "
         f"at {one.points[-1][0]:.4g}"

@@ -1,6 +1,9 @@
-"""The certificate: what is guaranteed, to whom, and how to check it (`verification`).
+"""The certificate of a release: what is guaranteed, and to whom. `verification` checks it.
 
-It states the **budget** (ε, δ), fixed before training from public facts; what was spent is information.
+The guarantee is the **budget** (ε, δ), which is fixed before training from public facts. The ε spent is stated for
+information only.
+
+Most texts in this module are data: `verify` recomputes them and compares them byte for byte with the certificate.
 """
 
 import hashlib
@@ -20,10 +23,10 @@ from datalens.privacy.events import (
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, upwards
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
-MODEL = "model.safetensors"  # in the place of a generator, where a classifier was trained
+MODEL = "model.safetensors"  # replaces WEIGHTS where a classifier was trained
 PAGE = "CERTIFICATE.md"
-SIGNATURE = CERTIFICATE + ".sig"  # by its owner, where there is one (see `signing`)
-VERSION = 3  # 2: of datalens 0.1.0, whose weights do not state what they learned from
+SIGNATURE = CERTIFICATE + ".sig"  # the owner's signature, if any (see `signing`)
+VERSION = 3  # version 2 is datalens 0.1.0's, whose weights do not state how many steps they learned from
 
 NOT_PRIVATE = "NOT PRIVATE"
 NOT_COVERED = (
@@ -43,11 +46,11 @@ DECLARED_PUBLIC = (
 
 
 def declared_public(schema: Schema) -> list[str]:
-    """And how it came to be known, where it was read off the data."""
-    said = list(DECLARED_PUBLIC)
+    """Return what is declared public, with a note on the facts that were read off the data, if any."""
+    declared = list(DECLARED_PUBLIC)
     if schema.by_person:
-        said[1] = said[1].replace("records", "persons")
-    return [*said, schema.note] if schema.read_off else said
+        declared[1] = declared[1].replace("records", "persons")
+    return [*declared, schema.note] if schema.read_off else declared
 
 
 CHAIN = (
@@ -57,7 +60,14 @@ CHAIN = (
 
 
 def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
-    """Everything a sceptic needs, from released and public values only."""
+    """Return the certificate of a release, computed from released and public values only.
+
+    Args:
+        settings: the settings of the run.
+        schema: the public facts about the data set.
+        ledger: the ledger of the run.
+        sha256: the hash of each certified file of the release, except the page.
+    """
     certificate = contents(settings, schema, ledger.budget, ledger.events)
     certificate |= {"versions": versions(), "sha256": sha256}
     certificate["sha256"] = {**sha256, PAGE: hashlib.sha256(page_bytes(certificate)).hexdigest()}
@@ -66,16 +76,19 @@ def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha2
 
 
 def certificate_bytes(certificate: dict[str, Any]) -> bytes:
-    """The one way a certificate is written, so that a changed byte shows."""
+    """Return the certificate as JSON. There is one way to write it, so a changed byte is detected."""
     return json.dumps(certificate, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
 def contents(
     settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
 ) -> dict[str, Any]:
-    """All that follows from ledger, settings and public facts: written by `make_certificate`, compared by the check.
+    """Return the fields of a certificate that follow from ledger, settings and public facts.
 
-    `version`: as a certificate of this version has it.
+    `make_certificate` writes them; `verify` computes them again and compares.
+
+    Args:
+        version: the version of the certificate whose fields are returned.
     """
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = is_private(budget, events)
@@ -106,19 +119,23 @@ def contents(
 
 
 def is_private(budget: Budget, events: tuple[Event, ...]) -> bool:
-    """A finite budget, and every release with noise nobody can know."""
+    """Return whether the budget is finite and no release used noise from a known seed."""
     seeded = any(not isinstance(event, UnknownEvent) and event.noise == "seeded" for event in events)
     return math.isfinite(budget.epsilon) and not seeded
 
 
 def _third_party(settings: Settings) -> tuple[str, ...]:
     plugins = settings.plugins
-    said = f"{plugins}: not part of datalens, and not checked by it; the guarantee holds if that code does what it says"
-    return (said,) if plugins else ()
+    note = f"{plugins}: not part of datalens, and not checked by it; the guarantee holds if that code does what it says"
+    return (note,) if plugins else ()
 
 
 def statement(budget: Budget, *, private: bool, unit: str, given: str = "") -> str:
-    """The guarantee in one sentence, or the lack of one. `given`: what was read off the data, on which it rests."""
+    """Return the guarantee in one sentence, or that there is none.
+
+    Args:
+        given: the facts that were read off the data and that the guarantee assumes to be public.
+    """
     if not private:
         return f"{NOT_PRIVATE}: trained without noise, or with noise from a known seed; no guarantee holds."
     neighbours = "present or absent" if budget.relation == "add-remove" else "replaced by another"
@@ -130,7 +147,7 @@ def statement(budget: Budget, *, private: bool, unit: str, given: str = "") -> s
 
 
 def page_bytes(certificate: dict[str, Any]) -> bytes:
-    """The certificate on one page, for who answers for the data: generated, and compared by the check."""
+    """Return the certificate as a Markdown page for the person responsible for the data. `verify` compares it."""
     c = certificate
     epsilon, delta, spent = float(c["budget"]["epsilon"]), float(c["budget"]["delta"]), float(c["epsilon_spent"])
     stamp = "" if c["private"] else f" **{NOT_PRIVATE}.**"
@@ -180,7 +197,8 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode()
 
 
-# Up to this ε, what a holder of the release can at best find out: 50 % becomes 62.3 %, 81.8 %, 98.3 % at most.
+# Up to each ε, how well a holder of the release can tell at best: a belief of 50 % becomes at most 62.3 %, 81.8 %,
+# 98.3 %.
 _TOLD = (
     (0.5, "can hardly tell"),
     (1.5, "can tell, at best, with little confidence"),
@@ -190,28 +208,33 @@ _TOLD_FOR_SURE = "may at best tell almost for certain, for all that this guarant
 
 
 def how_well_told(epsilon: float) -> str:
-    """Return in words how well anybody can tell whether a record was there, as far as ε alone limits it."""
+    """Return in words how well anybody can tell whether a record was in the data, as far as ε alone limits it."""
     return next((words for limit, words in _TOLD if epsilon <= limit), _TOLD_FOR_SURE)
 
 
 def odds_factor(epsilon: float) -> str:
-    """Return e^ε in four digits, rounded up."""
+    """Return e^ε with four significant digits, rounded up."""
     return upwards(math.exp(epsilon), 4) if epsilon < 700 else "more than 1e+304"
 
 
 def weights_of(certificate: dict[str, Any]) -> str:
-    """Which file of a release holds what was trained."""
+    """Return the name of the file that holds the trained model."""
     settings = certificate.get("settings")
     return MODEL if isinstance(settings, dict) and settings.get("method") == "dpsgd" else WEIGHTS
 
 
 def files_of(certificate: dict[str, Any]) -> set[str]:
-    """Return the files that a release has beside its certificate, each of them required."""
+    """Return the names of the files that a release must have besides its certificate."""
     weights = weights_of(certificate)
     return {LEDGER, PAGE, weights, *((PICTURE,) if weights == WEIGHTS else ())}
 
 
 def read_certificate(release: Path) -> dict[str, Any]:
+    """Read the certificate of a release folder, without checking what it states.
+
+    Raises:
+        DatalensError: the folder has no certificate, or the file is not one.
+    """
     path = release / CERTIFICATE
     if not path.is_file():
         raise DatalensError(f"{release} is not a release: it has no {CERTIFICATE}")
@@ -219,7 +242,7 @@ def read_certificate(release: Path) -> dict[str, Any]:
         certificate = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         if not isinstance(certificate, dict) or not isinstance(certificate.get("sha256"), dict):
             raise ValueError("fields are missing")
-        certificate_bytes(certificate)  # what JSON reads and cannot write (1e400, half a character) is not ours
+        certificate_bytes(certificate)  # values that JSON reads but cannot write (1e400, a lone surrogate) raise here
     except (ValueError, RecursionError) as error:
         raise DatalensError(f"{path} is not a certificate ({error})") from error
     return certificate
@@ -239,16 +262,16 @@ def file_hash(path: Path) -> str:
 
 
 def own_hash(certificate: dict[str, Any]) -> str:
-    """Of everything but itself."""
+    """Return the SHA-256 of the certificate, excluding this hash itself."""
     others = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
     return hashlib.sha256(canonical_json({**certificate, "sha256": others})).hexdigest()
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for package in ("datalens", "torch", "numpy", "scipy"):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:  # run from a source tree
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed

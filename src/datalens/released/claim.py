@@ -1,4 +1,4 @@
-"""A release as it is checked: its parts, parsed, and which versions of it there are."""
+"""A parsed release, as `checks` sees it, and the versions of certificates that can be checked."""
 
 import re
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from datalens.privacy.ledger import Budget
 from datalens.released.certificate import VERSION
 from datalens.released.weights import Weights
 
-FIRST = 2  # the certificate's version that datalens 0.1.0 wrote; those before it were never released
+FIRST = 2  # the version of certificates that datalens 0.1.0 wrote; version 1 was never released
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A release, parsed: what it says of itself, and what it holds."""
+    """The parts of a release, parsed: what it claims, and what it contains."""
 
     certificate: dict[str, Any]
     settings: Settings
@@ -33,10 +33,13 @@ class Claim:
 
 
 def check_version(certificate: dict[str, Any]) -> None:
-    """Raise unless it is a version of the certificate that this datalens can check, and that its writer wrote.
+    """Raise unless this datalens can check the certificate's version, and its writer writes that version.
 
-    Version 2 states less, so it is no way out for a datalens that writes version 3. (From a source tree 0.1.0 wrote
-    "not installed" for its own version.)
+    Version 2 states less, so a release of a datalens that writes version 3 must not use it. (Run from a source tree,
+    0.1.0 wrote "not installed" for its own version.)
+
+    Raises:
+        DatalensError: the version is unknown, was never released, or is not the writer's.
     """
     version = certificate.get("version")
     if type(version) is not int or not FIRST <= version <= VERSION:

@@ -1,6 +1,6 @@
-"""Whether a generator heeds the labels it is given: how far apart its classes are, beside how varied each one is.
+"""Test whether a generator uses its labels: the distance between class means, relative to the spread within a class.
 
-Computed from a generator's own images, so it is post-processing and costs no privacy.
+Everything is computed from the generator's own images, so it is post-processing and costs no privacy.
 """
 
 import math
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from datalens.released.generator import Generator
 
-PER_CLASS = 40  # images of a class that are looked at
-MOST_CLASSES = 10  # the first so many: a hundred classes would cost more than a step of the student
-EVERY = 5  # steps between two looks
-FEWEST_STEPS = 20  # of a run that can be expected to have learned something
-# Below this ratio of the two distances labels mean next to nothing. Seen on digits: 0.0 to 0.3 where they did not
-# reach the votes, over 1 where they were learned; on MNIST 0.1 and 0.8.
+PER_CLASS = 40  # images drawn of each class
+MOST_CLASSES = 10  # only the first classes are measured: a hundred would cost more than a step of the student
+EVERY = 5  # steps between two measurements
+FEWEST_STEPS = 20  # steps after which a run can be expected to have learned something
+# Below this ratio of the two distances the generator ignores its labels. Measured on digits: 0.0 to 0.3 where labels
+# did not reach the votes, over 1 where they were learned; on MNIST 0.1 and 0.8.
 IGNORED = 0.3
-COLLAPSED = 0.01  # of the range of a pixel: the root mean square difference between images and their mean
+COLLAPSED = 0.01  # root mean square difference between images and their mean, as a part of a pixel's range
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSpread:
     """Root mean square distances, per pixel, of images in [0, 1]."""
 
-    between: float  # of two class means, less what a finite number of images adds by chance
-    within: float  # of an image and its class mean
+    between: float  # between two class means, minus the expected contribution of sampling noise
+    within: float  # between an image and its class mean
 
     @property
     def ratio(self) -> float:
@@ -34,9 +34,10 @@ class ClassSpread:
 
 
 def class_spread(images: Tensor, labels: Tensor) -> ClassSpread:
-    """Measure images [n, …] by their labels [n]; every label must occur at least twice.
+    """Measure images [n, …] with labels [n]; every label must occur at least twice.
 
-    Random labels give a `between` of about zero: of two means of k images with variance w², w²·2/k is chance.
+    Random labels give a `between` of about zero: the expected squared distance of two means of k images with variance
+    w² is w²·2/k, and it is subtracted.
     """
     groups = [images[labels == label].flatten(1).double() for label in labels.unique()]
     means = torch.stack([group.mean(dim=0) for group in groups])
@@ -47,7 +48,7 @@ def class_spread(images: Tensor, labels: Tensor) -> ClassSpread:
 
 
 def spread_of(generator: Generator, *, seed: int) -> ClassSpread:
-    """Measure images of a generator as it is now; it is left as it was."""
+    """Measure images of a generator in its present state, which is not changed."""
     classes = min(generator.architecture.classes, MOST_CLASSES)
     labels = torch.arange(classes).repeat_interleave(PER_CLASS)
     training = generator.training
@@ -59,7 +60,7 @@ def spread_of(generator: Generator, *, seed: int) -> ClassSpread:
 
 
 def trouble(spread: ClassSpread, *, classes: int) -> str | None:
-    """Say in words what is wrong with a student that should have learned by now; None where nothing is."""
+    """Return in words what is wrong with a student that should have learned by now, or None."""
     if spread.within < COLLAPSED and spread.between < COLLAPSED:
         return "the student's images have become all alike: it has collapsed"
     if classes > 1 and spread.ratio < IGNORED:

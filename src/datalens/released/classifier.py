@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from datalens.errors import DatalensError
 
-# Of Opacus's example; constants, not taken from the data at hand.
+# Mean and standard deviation of pixels in Opacus's example: constants, not computed from the owner's data.
 _CENTRE, _SPREAD = 0.1307, 0.3081
 
 
 class Classifier(nn.Module):
-    """[n, …] images in [0, 1], or features, to [n, classes].
+    """A network from images in [0, 1], or features, [n, …] to logits [n, classes].
 
     | network | layers |
     |---|---|
@@ -50,13 +50,13 @@ class Classifier(nn.Module):
 
 
 def _after(side: int) -> int:
-    """What both convolutions and pools leave of a side."""
+    """Return the length of a side after both convolutions and pools."""
     pooled = (side + 6 - 8) // 2 + 1 - 1
     return (pooled - 4) // 2 + 1 - 1
 
 
 def seeded(seed: int, **facts: Any) -> Classifier:
-    """One with the weights torch begins with at this seed."""
+    """Return a classifier with torch's initial weights at this seed. The global random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Classifier(**facts)

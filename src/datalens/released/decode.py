@@ -1,4 +1,4 @@
-"""From released vote sums to directions in image space. Post-processing: it costs no privacy."""
+"""Decoding of released vote sums into directions in image space. This is post-processing and costs no privacy."""
 
 import math
 from collections.abc import Callable
@@ -17,16 +17,17 @@ DecodeName = Literal["threshold", "sign", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """Where each fake image should move, [m, c, h, w]. Made from a `Released` value and nothing else."""
+    """The direction in which each fake image should move, [m, c, h, w], computed from a `Released` value alone."""
 
     value: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBins:
-    """From the winning bins of projected coordinates (`bounded.ballots.binned`) back to images; nothing won: zero.
+    """Decoder of the winning bins of projected coordinates (`bounded.ballots.binned`) into images.
 
-    Bin b of B stands for the middle of its part of [−1, 1]. `projection` has orthonormal columns [d, p], and is public.
+    Bin b of B stands for the middle of its part of [−1, 1]; a coordinate without a winner becomes zero. The public
+    `projection` [d, p] has orthonormal columns.
     """
 
     bins: int
@@ -42,16 +43,17 @@ class DecodeBins:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """`threshold`: Algorithm 3, lines 9-11, at ±βN; `sign`: the same without threshold; `linear`: the mean vote.
+    """Decoder of sums of votes into directions.
 
-    N is the configured number of teachers, not a count of those that voted.
+    Rules: `threshold` is Algorithm 3, lines 9-11, with thresholds ±βN; `sign` is the same without a threshold;
+    `linear` is the mean vote. N is the configured number of teachers, not the number of those that voted.
     """
 
     rule: DecodeName
     beta: float
     teachers: int
     basis: Basis
-    unpack: Callable[[Tensor], Tensor] | None = None  # from sums of encoded rows (`codes`) to sums of votes
+    unpack: Callable[[Tensor], Tensor] | None = None  # sums of encoded rows → sums of votes
 
     def __call__(self, released: Released) -> Direction:
         if not isinstance(released, Released):
@@ -70,10 +72,17 @@ class Decode:
 
 
 def agreement(released: Released, *, teachers: int, longest: float) -> tuple[float, float]:
-    """How long the sum of rows is, noise taken off, as a part of what it would be if all teachers said the same.
+    """Return how far teachers agree, and the level below which noise alone can explain the result.
 
-    From the released value alone. And what noise by itself hardly ever passes (two standard deviations of the square):
-    below that, nothing can be told.
+    The agreement is the norm of the released sum, after the noise's expected contribution is subtracted, divided by
+    the norm that the sum would have if all teachers sent the same row. The level is the square root of two standard
+    deviations of the noise's contribution to the squared norm, divided by the same norm. Both follow from the released
+    value alone.
+
+    Args:
+        released: a released sum of rows.
+        teachers: the number of teachers.
+        longest: the largest norm of a row.
     """
     value, variance = released.value.astype(np.float64), released.event.sigma**2
     signal = float(np.square(value).sum()) - value.size * variance

@@ -1,4 +1,4 @@
-"""Drawing from a released generator: labels in proportion, images from a seed, and the picture of a release."""
+"""Draw labels and images from a released generator, and the picture of a release."""
 
 import math
 
@@ -29,8 +29,18 @@ def draw(
     balanced: bool = False,
     among: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, h, w, c] and labels [n] of the first `classes` classes, or of those `among` them, as far as
-    there is data of them.
+    """Draw images and labels; the same arguments give the same images on the same kind of device.
+
+    Args:
+        generator: the released generator.
+        count: the number of images.
+        seed: the seed of labels and images.
+        classes: draw from the first so many classes.
+        balanced: draw equally often from each class; otherwise in proportion to the released counts, if there are any.
+        among: draw from these classes only.
+
+    Returns:
+        uint8 images [n, h, w, c] and labels [n]. Classes that the release has no data about are left out.
     """
     random = streams.generator(seed, "sample")
     known, sizes = known_classes(generator, classes), None
@@ -53,7 +63,7 @@ def draw(
 
 
 def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:
-    """Of the first `classes` classes those there is data of; all there are if that is none of them."""
+    """Return which of the first `classes` classes the release has data about; if none, all classes with data."""
     if isinstance(generator, Generator):
         return torch.arange(classes)
     among = generator.present < classes
@@ -61,8 +71,8 @@ def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:
 
 
 def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers of classes, each as often as its size says, to within a few, well mixed at any length."""
-    golden = (math.sqrt(5.0) - 1) / 2  # multiples of it fill [0, 1) evenly
+    """Return `count` class numbers, each in proportion to its size to within a few, and well mixed at any length."""
+    golden = (math.sqrt(5.0) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly
     places = (torch.arange(count, dtype=torch.float64) + 0.5) * golden % 1.0
     ends = sizes.cumsum(0) / sizes.sum()
     return torch.searchsorted(ends, places, right=True).clamp(max=len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""From a released mean embedding to a generator whose images have the same one. Post-processing."""
+"""Fit a generator to a released mean embedding. This is post-processing."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,25 @@ from datalens.public.fourier import Fourier
 from datalens.public.learner import Learner
 from datalens.released.generator import Generator, draw_latent
 
-PRESENT = 4.0  # standard deviations of noise that a class's count must stand above zero
+PRESENT = 4.0  # a class counts as present if its noisy count is this many standard deviations of noise above zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """Mean features of each class [classes, size], zero where there seems to be no record; and which have some."""
+    """Mean features of each class, as released. A class that seems to have no records has mean zero."""
 
-    means: Tensor
-    present: Tensor  # [classes] bool
+    means: Tensor  # [classes, size]
+    present: Tensor  # [classes] bool: whether a class seems to have records
 
 
 def read_embedding(released: Released, *, grid: int, counted: int) -> Embedding:
+    """Return the mean embedding in a released sum of rows.
+
+    Args:
+        released: sums of rows [classes, size + 1] on the integer grid; the last column holds counts.
+        grid: the norm of a whole row.
+        counted: what a record adds to the column of counts.
+    """
     if not isinstance(released, Released):
         raise TypeError("an embedding is read from released values only")
     value = torch.from_numpy(released.value.astype("float64"))
@@ -38,7 +45,7 @@ def read_embedding(released: Released, *, grid: int, counted: int) -> Embedding:
 def fit(
     generator: Generator, embedding: Embedding, fourier: Fourier, *, steps: int, batch: int, rate: float, seed: int
 ) -> Generator:
-    """Minimise the squared distance of mean embeddings (MMD), class by class, over `batch` images of each."""
+    """Minimise the squared distance between mean embeddings (MMD) of each class, over `batch` images of each class."""
     device = next(generator.parameters()).device
     means, present = embedding.means.to(device), embedding.present.to(device)
     learner = Learner(generator, rate=rate, betas=(0.9, 0.999))
@@ -49,7 +56,7 @@ def fit(
             random = streams.generator(seed, "fakes", step)
             images = generator(draw_latent(len(labels), generator.architecture, random).to(device), labels)
             sums = fourier.features(images).unflatten(0, (len(means), batch)).sum(dim=1)
-            # Without the pairs of an image with itself (features have norm 1): else few images would look too varied.
+            # Leave out the pairs of an image with itself (features have norm 1), which bias the estimate.
             own = (sums.square().sum(dim=1) - batch) / (batch * (batch - 1))
             distance = own - 2 * (sums * means).sum(dim=1) / batch + means.square().sum(dim=1)
             learner.step(distance[present].sum())

@@ -1,4 +1,7 @@
-"""What a file of synthetic images holds beside them. `loading` reads past it; whoever hands the file on should not."""
+"""Find everything in a file of synthetic images that is not part of the data set.
+
+`loading` ignores such contents; whoever passes the file on should not.
+"""
 
 import csv
 import json
@@ -30,20 +33,20 @@ from datalens.released.synthetic import (
 
 PIXELS = "more than pixels in an image"
 _ARRAYS = ("images", "labels", "classes", "certificate", "drawn")
-_LOCAL, _ENTRY, _END = 30, 46, 22  # bytes of a ZIP's headers, without names
-_ZIP64 = 20  # bytes that numpy has behind a name
+_LOCAL, _ENTRY, _END = 30, 46, 22  # sizes of a ZIP's headers in bytes, without names
+_ZIP64 = 20  # size in bytes of the extra field that numpy writes after a member's name
 _AT_ONCE = 2**20
 
 
 def extras(path: Path) -> list[str]:
-    """Name what a file or folder that `load` can read holds beside a synthetic data set: it was not looked at there."""
+    """Return the names of everything in a file or folder besides the synthetic data set that `load` reads from it."""
     if path.is_dir():
         return _in_folder(path)
     return _in_npz(path) if kind_of(path) == ".npz" else _in_parquet(path)
 
 
 def _rewritten(text: str, write: Callable[[Any], str]) -> bool:
-    """Whether a text is not as we write what it says: JSON may have a field twice, and any number of spaces."""
+    """Return whether a JSON text differs from how datalens writes its value: JSON allows repeated fields and spaces."""
     return write(json.loads(text)) != text
 
 
@@ -62,18 +65,18 @@ def _in_folder(folder: Path) -> list[str]:
     table = csv.writer(expected, lineterminator="\n")
     table.writerow(COLUMNS)
     table.writerows([image, int(row[1]), classes[int(row[1])]] for image, row in zip(images, rows[1:], strict=True))
-    own = {METADATA, *texts, *images}
+    expected_files = {METADATA, *texts, *images}
     found = []
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if file.is_symlink() or name not in (names if file.is_dir() else own):
+        if file.is_symlink() or name not in (names if file.is_dir() else expected_files):
             found.append(name)
     for name, text in texts.items():
         if _rewritten(text.removesuffix("\n"), json.dumps if name == CLASSES else _as_object) or text[-1:] != "\n":
             found.append(f"more text in {name}")
     found += [] if expected.getvalue() == metadata else [f"more text in {METADATA}"]
-    looked_at = {row[0] for row in rows[1:]} | set(images)
-    files = [folder / name for name in looked_at if (folder / name).is_file()]
+    named = {row[0] for row in rows[1:]} | set(images)
+    files = [folder / name for name in named if (folder / name).is_file()]
     return found + [PIXELS for file in files if more_than_pixels(file.read_bytes())]
 
 
@@ -82,9 +85,9 @@ def _in_parquet(path: Path) -> list[str]:
         schema, metadata = file.schema_arrow, file.schema_arrow.metadata or {}
         texts = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in metadata.items()}
         classes = tuple(json.loads(texts["datalens.classes"]))
-        own = {"huggingface", "datalens.classes", "datalens.certificate", "datalens.drawn"}
+        expected_keys = {"huggingface", "datalens.classes", "datalens.certificate", "datalens.drawn"}
         found = [name for name in schema.names if name not in ("image", "label")]
-        found += [key for key in texts if key not in own]
+        found += [key for key in texts if key not in expected_keys]
         found += [f"more text in {name}" for name, field in zip(schema.names, schema, strict=True) if field.metadata]
         if texts.get("huggingface", features_text(classes)) != features_text(classes):
             found.append("more text in huggingface")
@@ -101,7 +104,7 @@ def _in_parquet(path: Path) -> list[str]:
 
 def _in_npz(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        # as a list: of two members with one name, numpy reads the last
+        # Counted, not as a set: of two members with the same name, numpy reads the last.
         found = sorted((Counter(archive.namelist()) - Counter(f"{name}.npy" for name in _ARRAYS)).elements())
         found += ["a comment"] if archive.comment else []
         if not found and not (_no_gaps(archive, file, path.stat().st_size) and _only_arrays(archive)):
@@ -115,7 +118,7 @@ def _in_npz(path: Path) -> list[str]:
 
 
 def _no_gaps(archive: zipfile.ZipFile, file: BinaryIO, size: int) -> bool:
-    """Whether every byte of a ZIP belongs to a header or to what is packed in a member."""
+    """Return whether every byte of a ZIP belongs to a header or to the compressed data of a member."""
     at, listed = 0, 0
     for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
         file.seek(at)
@@ -134,21 +137,21 @@ def _no_gaps(archive: zipfile.ZipFile, file: BinaryIO, size: int) -> bool:
 
 
 def _packed_exactly(file: BinaryIO, member: zipfile.ZipInfo) -> bool:
-    """Whether what is packed ends where the member does."""
+    """Return whether the compressed data of a member ends where the member does."""
     if member.compress_type == zipfile.ZIP_STORED:
         return member.compress_size == member.file_size
-    stream, left = zlib.decompressobj(-15), member.compress_size
-    while left and not stream.eof:
-        block = file.read(min(left, _AT_ONCE))
-        left -= len(block)
+    stream, remaining = zlib.decompressobj(-15), member.compress_size
+    while remaining and not stream.eof:
+        block = file.read(min(remaining, _AT_ONCE))
+        remaining -= len(block)
         while block and not stream.eof:
             stream.decompress(block, _AT_ONCE)
             block = stream.unconsumed_tail
-    return stream.eof and not left and not stream.unused_data
+    return stream.eof and not remaining and not stream.unused_data
 
 
 def _only_arrays(archive: zipfile.ZipFile) -> bool:
-    """Whether every member is the header of an array, as numpy writes it, and its numbers."""
+    """Return whether every member is exactly an array: the header that numpy writes, and the numbers."""
     for member in archive.infolist():
         with archive.open(member) as stream:
             version = np.lib.format.read_magic(stream)

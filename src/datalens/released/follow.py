@@ -1,4 +1,4 @@
-"""A generator follows released gradients of its images."""
+"""Update a generator along released gradients of its images."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from datalens.public.learner import Learner
 
 
 def follow(student: Learner, images: Tensor, released: Released) -> None:
-    """One step of the student that moves each image along its released gradient [images, d]."""
+    """Take one step of the student that moves each image along its released gradient [images, d]."""
     if not isinstance(released, Released):
         raise TypeError("a generator follows released gradients only")
     direction = torch.from_numpy(released.value).to(images).view_as(images)

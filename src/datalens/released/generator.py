@@ -16,7 +16,7 @@ LatentName = Literal["normal", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """All that is needed to rebuild a generator; travels inside the weights file."""
+    """Everything that is needed to rebuild a generator. It is stored in the weights file."""
 
     shape: tuple[int, int, int]
     classes: int
@@ -24,7 +24,7 @@ class Architecture:
     latent_law: LatentName
     dense: int
     widths: tuple[int, ...]  # channels before each doubling of the image
-    cosines: int = 0  # of the lowest frequencies, which alone are shown; 0: all of the image
+    cosines: int = 0  # if not 0, images are projected onto this many cosines of the lowest frequencies
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -32,7 +32,7 @@ class Architecture:
 
 
 def can_show(shape: tuple[int, int, int], cosines: int) -> bool:
-    """Whether so many cosines can be kept apart from the rest of an image: their matrix must not be large."""
+    """Return whether images of this shape can be projected onto so many cosines: the matrix must not be too large."""
     channels, height, width = shape
     return cosines == 0 or (cosines > 0 and height * width <= 2**20 and cosines * channels * height * width <= 2**24)
 
@@ -40,7 +40,11 @@ def can_show(shape: tuple[int, int, int], cosines: int) -> bool:
 def dcgan_architecture(
     shape: tuple[int, int, int], classes: int, *, latent: int, latent_law: LatentName, cosines: int = 0
 ) -> Architecture:
-    """Up to 32 pixels: dense 1024 and two transposed convolutions; larger: four, as DC-GAN has for 64 × 64."""
+    """Return DC-GAN's architecture for an image size.
+
+    Up to 32 pixels a side it has a dense layer of 1024 units and two transposed convolutions; for larger images it has
+    four transposed convolutions, like DC-GAN's for 64 × 64.
+    """
     small = max(shape[1:]) <= 32
     return Architecture(
         shape=shape,
@@ -54,13 +58,13 @@ def dcgan_architecture(
 
 
 def slimmer(architecture: Architecture, slim: int) -> Architecture:
-    """The same with so many times fewer channels."""
+    """Return the architecture with `slim` times fewer channels."""
     widths = tuple(max(1, width // slim) for width in architecture.widths)
     return replace(architecture, dense=architecture.dense // slim, widths=widths)
 
 
 class Generator(nn.Module):
-    """z and a one-hot label → an image in [0, 1]. The label is concatenated at every layer."""
+    """A network from z and a label to an image in [0, 1]. The one-hot label is concatenated at every layer."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -95,35 +99,35 @@ class Generator(nn.Module):
             if layer < len(self.norm):
                 x = F.relu(self.norm[layer](x))
         _, height, width = self.architecture.shape
-        x = torch.sigmoid(x[:, :, :height, :width])  # sizes that do not halve evenly are cropped
+        x = torch.sigmoid(x[:, :, :height, :width])  # crop where a size is not divisible by the upsampling factor
         if not self.architecture.cosines:
             return x
-        # Teachers speak of these cosines only: what the layers leave in the others, a grid, nobody asked for.
+        # Teachers give feedback on these cosines only. The layers leave a grid pattern in the others: remove it.
         shown = self.shown(x.device)
         return (shown.inverse(shown.forward(x - 0.5)) + 0.5).clamp(0, 1)
 
     def shown(self, device: torch.device) -> Basis:
-        """The cosines, on this device; made once."""
+        """Return the basis of cosines on this device, computed once."""
         if self._shown is None or self._shown.rows is None or self._shown.rows.device != device:
             basis = make_basis("dct", self.architecture.shape, self.architecture.cosines)
             self._shown = replace(basis, rows=None if basis.rows is None else basis.rows.to(device))
         return self._shown
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
-        """One image a label, from latents drawn on the CPU."""
+        """Return one image per label, from latents drawn on the CPU."""
         device = next(self.parameters()).device
         return self(draw_latent(len(labels), self.architecture, random).to(device), labels.to(device))
 
 
 def fresh_generator(shape: tuple[int, int, int], classes: int, *, latent: int, seed: int, slim: int = 1) -> "Generator":
-    """DC-GAN's, or one with so many times fewer channels, about to be trained; from the seed alone."""
+    """Return a newly initialised DC-GAN generator, with `slim` times fewer channels: a function of the seed alone."""
     generator = Generator(slimmer(dcgan_architecture(shape, classes, latent=latent, latent_law="normal"), slim))
     initialise(generator, streams.generator(seed, "generator"))
     return generator.train()
 
 
 def initialise(generator: Generator, random: torch.Generator) -> None:
-    """DC-GAN's start: normal with standard deviation 0.02, biases zero; from `random` alone."""
+    """Initialise as DC-GAN does: weights normal with standard deviation 0.02, biases zero, from `random` alone."""
     for module in generator.modules():
         if isinstance(module, nn.Linear | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02, generator=random)
@@ -132,10 +136,10 @@ def initialise(generator: Generator, random: torch.Generator) -> None:
 
 
 def recalibrated(generator: Generator, random: torch.Generator) -> Generator:
-    """A copy whose batch-norm buffers are averages over many images of the final weights: what sampling uses.
+    """Return a copy for sampling, whose batch-norm buffers are averages over many images of the final weights.
 
-    The running averages of training follow batches of a few images and weights that were still moving. Only public
-    latents and labels go in, so this is post-processing.
+    The running averages of training come from small batches and from weights that were still changing. Only public
+    latents and labels are used, so this is post-processing.
     """
     final = copy.deepcopy(generator)
     device = next(final.parameters()).device
@@ -151,7 +155,7 @@ def recalibrated(generator: Generator, random: torch.Generator) -> Generator:
 
 
 def draw_latent(count: int, architecture: Architecture, random: torch.Generator) -> Tensor:
-    """The paper says Gaussian; its code draws from U(−1, 1)."""
+    """Draw latents [count, latent]. The paper states a Gaussian; its code draws from U(−1, 1)."""
     if architecture.latent_law == "normal":
         return torch.randn(count, architecture.latent, generator=random)
     return torch.rand(count, architecture.latent, generator=random) * 2 - 1

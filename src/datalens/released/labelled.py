@@ -1,7 +1,7 @@
-"""A student with a critic: it generates, is told how many teachers take each image for real, and learns from that alone
-(PATE-GAN, Algorithm 1).
+"""A student with a critic, which learns from released votes alone (PATE-GAN, Algorithm 1).
 
-The critic learns from generated images and their released labels; the generator learns from the critic.
+The teachers vote on whether each generated image is real. The critic learns from generated images and these released
+labels; the generator learns from the critic.
 """
 
 from typing import Literal
@@ -22,7 +22,10 @@ LabelName = Literal["majority", "counts"]
 
 
 class CriticStudent:
-    """Every batch is a function of (seed, step), so a resumed run draws the same."""
+    """A generator and a critic, with their optimizers, and a memory of recent queries and answers.
+
+    Every batch is a function of (seed, step), so a resumed run draws the same batches.
+    """
 
     def __init__(
         self,
@@ -57,14 +60,17 @@ class CriticStudent:
         self._critic_steps, self._generator_steps = critic_steps, generator_steps
         self._pairs, self._spread = max(1, generator_batch // 2), spread
         self._seed, self._device = seed, device
-        # What was asked and answered lately, to learn from again.
+        # Recent queries and their answers, to learn from again.
         self._images = torch.zeros(memory * batch, *shape, device=device)
         self._asked = torch.zeros(memory * batch, dtype=torch.int64, device=device)
         self._answers = torch.zeros(memory * batch, device=device)
         self._known = 0
 
     def generate(self, step: int) -> Fakes:
-        """Images to ask about, one class after the other, each moved a little along low-frequency cosines at random."""
+        """Return images to ask the teachers about.
+
+        Classes follow each other in turn. Each image is moved a little, at random, along low-frequency cosines.
+        """
         random = streams.generator(self._seed, "fakes", step)
         z = draw_latent(self._batch, self.generator.architecture, random).to(self._device)
         first = int(torch.randint(self._classes, (), generator=random))
@@ -76,7 +82,7 @@ class CriticStudent:
         return Fakes(images=images, labels=labels, step=step)
 
     def learn(self, fakes: Fakes, released: Released) -> None:
-        """The critic from the answers, then the generator from the critic."""
+        """Train the critic on the answers, then the generator on the critic."""
         if not isinstance(released, Released):
             raise TypeError("the student learns from released values only")
         self._remember(fakes, self._targets(released))
@@ -85,7 +91,7 @@ class CriticStudent:
         for _ in range(self._critic_steps):
             some = torch.randint(self._known, (self._batch,), generator=random).to(self._device)
             says = critic(self._images[some], self._asked[some])
-            # Answers with noise may lie outside [0, 1]: the slope of this loss is sigmoid(says) − answer all the same.
+            # Noisy answers may lie outside [0, 1]; the slope of this loss is still sigmoid(says) − answer.
             self._critic.step((F.softplus(says) - self._answers[some] * says).mean())
         for _ in range(self._generator_steps):
             z = draw_latent(2 * self._pairs, self.generator.architecture, random).to(self._device)
@@ -95,11 +101,11 @@ class CriticStudent:
             self._student.step(loss + self._spread * _sameness(images, z))
 
     def averaged(self) -> Generator:
-        """The generator with the average of its last weights: the one to release."""
+        """Return the generator to release, whose weights are an average over the last steps."""
         return self._student.averaged()
 
     def _targets(self, released: Released) -> Tensor:
-        """[m]: 1 for real and 0 for fake, by majority; or the part of the teachers that say real."""
+        """Return the critic's targets [m]: 1 for real and 0 for fake by majority, or the share of votes for real."""
         fake, real = torch.from_numpy(released.value).to(torch.float32).unbind(dim=1)
         if self._labels == "majority":
             return (real > fake).to(torch.float32)
@@ -128,11 +134,14 @@ class CriticStudent:
 
 
 def _sameness(images: Tensor, z: Tensor) -> Tensor:
-    """Of two halves of a batch with the same labels: how little images differ where latents do (Mao et al. 2019)."""
+    """Return the inverse of the distance of images relative to that of their latents (Mao et al. 2019).
+
+    The two halves of the batch have the same labels and are compared in pairs.
+    """
     one, other = images.chunk(2)
     first, second = z.chunk(2)
     apart = (one - other).abs().mean() / (first - second).abs().mean()
     return 1 / (apart + 1e-3)
 
 
-JITTERED = 64  # cosines along which images are moved before teachers are asked
+JITTERED = 64  # number of cosines along which images are moved before teachers are asked

@@ -1,5 +1,7 @@
-"""Reading what `save` wrote. A file may come from anybody: no shape, size or path in it is trusted, and nothing is
-unpickled."""
+"""Read synthetic data sets that `save` wrote.
+
+A file may come from anybody: no shape, size or path in it is trusted, and nothing is unpickled.
+"""
 
 import csv
 import json
@@ -38,13 +40,17 @@ from datalens.released.synthetic import (
     ticks,
 )
 
-_MAX_TEXT_BYTES = 2**26  # class names, certificate: far above any real one
+_MAX_TEXT_BYTES = 2**26  # limit for class names and certificate, far above any real one
 
 _CHANNELS = {mode: channels for channels, mode in MODES.items()}
 
 
 def load(path: str | os.PathLike[str]) -> SyntheticDataset:
-    """Read what `save` wrote. Anything else is a DatalensError."""
+    """Read a synthetic data set from a .npz file, a .parquet file or a folder that `save` wrote.
+
+    Raises:
+        DatalensError: the path does not exist, or holds something else.
+    """
     place = Path(path)
     if not place.exists():
         raise DatalensError(f"{path} does not exist")
@@ -56,12 +62,12 @@ def load(path: str | os.PathLike[str]) -> SyntheticDataset:
     try:
         return read(place)
     except Exception as error:
-        # zipfile, zlib, tokenize, Pillow and Arrow each raise their own kinds on damaged bytes
+        # zipfile, zlib, tokenize, Pillow and Arrow each raise their own errors on damaged bytes.
         raise DatalensError(f"{path} is not a synthetic data set: {one_line(error)}") from error
 
 
 def _read_npz(path: Path) -> SyntheticDataset:
-    # the headers alone tell how much memory the arrays take: judge them before reading any
+    # The headers state how much memory the arrays take: check them before reading any array.
     with zipfile.ZipFile(path) as archive:
         optional = ["drawn"] if "drawn.npy" in archive.namelist() else []
         names = ["images", "labels", "classes", "certificate", *optional]
@@ -96,7 +102,7 @@ def _npy_head(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.
         elif version == (2, 0):
             shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
         else:
-            raise DatalensError(f"array {name!r} is in an npy format that is not used for plain arrays")
+            raise DatalensError(f"array {name!r} is in an npy format that plain arrays do not use")
     return shape, dtype
 
 
@@ -105,7 +111,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
         schema = file.schema_arrow
         for name, expected in (("image", image_type()), ("label", pa.int64())):
             if name not in schema.names or schema.field(name).type != expected:
-                raise DatalensError(f"column {name!r} must be there, as {expected}")
+                raise DatalensError(f"there must be a column {name!r} of type {expected}")
         metadata = schema.metadata or {}
         for key in (b"datalens.classes", b"datalens.certificate"):
             if key not in metadata:
@@ -125,7 +131,7 @@ def _read_parquet(path: Path) -> SyntheticDataset:
 
 
 def parquet_images(file: pq.ParquetFile) -> Iterator[bytes]:
-    """The bytes of each image, in order."""
+    """Yield the PNG bytes of each image, in order."""
     for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=["image"]):
         for row in batch.column("image"):
             value = row.as_py()
@@ -166,7 +172,7 @@ def _folder_images(folder: Path, names: list[str]) -> Iterator[bytes]:
 
 
 def read_text(folder: Path, name: str) -> str:
-    """The text of a file in a folder, its line ends as they are."""
+    """Return the text of a file in a folder, with its line ends unchanged."""
     if not (folder / name).is_file():
         raise DatalensError(f"{name} is missing")
     with (folder / name).open(encoding="utf-8", newline="") as stream:
@@ -180,7 +186,7 @@ def _class_names(value: Any) -> tuple[str, ...]:
 
 
 def _decode(blobs: Iterable[bytes], count: int) -> NDArray[np.uint8]:
-    """PNGs to one array [count, h, w, c]. Sizes are judged from the headers, before any decoding."""
+    """Decode PNGs into one array [count, h, w, c]. Sizes are checked in the headers, before any decoding."""
     images: NDArray[np.uint8] | None = None
     done = 0
     with ticks("reading images", count) as tick:

@@ -1,10 +1,10 @@
-"""From released moments to images: all of it post-processing, none of it sees a record.
+"""Generate images from released moments. All of it is post-processing; nothing here sees a record.
 
-1. A Gaussian a class in low-frequency coordinates. Covariances come with noise on every cell; what is known of the
-   noise takes most of it away again (`clean`).
-2. Its samples are blurred and their texture is noise. Texture features of samples and of records differ in mean and
-   covariance, class by class; the optimal map between two Gaussians carries the features of a sample over, and a dozen
-   gradient steps carry the sample after them (`MomentModel.images`).
+1. Each class has a Gaussian in low-frequency coordinates. The released covariances have noise in every cell; most of
+   it is removed with the help of its known distribution (`clean`).
+2. Samples of these Gaussians are blurred, and their texture is noise. The texture features of samples and of records
+   differ in mean and covariance, class by class. The optimal transport map between two Gaussians gives the features
+   that a sample should have, and a dozen gradient steps change the sample to have them (`MomentModel.images`).
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from datalens.public import streams
 from datalens.public.basis import Basis, make_basis
 from datalens.public.texture import Texture
 
-LEAST_COUNT = 20  # records of a class, on average, below which a class is treated as that large
-PRESENT = 4.0  # standard deviations of noise that a class's count must stand above zero
-WHITENING = 20_000  # images drawn to learn what texture the samples have
-RIDGE = 0.003  # of the leading variances: what whitening does not magnify beyond
-RATE = 0.35  # of the gradient steps, in logits of brightness
+LEAST_COUNT = 20  # a class with a smaller noisy count is treated as one of this many records
+PRESENT = 4.0  # a class counts as present if its noisy count is this many standard deviations of noise above zero
+WHITENING = 20_000  # images drawn to estimate the texture of samples
+RIDGE = 0.003  # added to the variances before whitening, relative to the leading ones: limits the magnification
+RATE = 0.35  # learning rate of the gradient steps, in logits of brightness
 
 
-# --- reading what was released ----------------------------------------------------------------
+# --- reading released values ------------------------------------------------------------------
 
 
 def quantile_edge(histogram: Released, edges: Tensor, share: float) -> float:
-    """The first edge under which this share of the records lies, as far as the noisy counts say."""
+    """Return the first edge below which this share of the records lies, according to the noisy counts."""
     counts = _value(histogram).flatten()
     cumulated = counts.cumsum(0)
     reached = torch.nonzero(cumulated >= share * float(counts.sum()))
@@ -39,7 +39,7 @@ def quantile_edge(histogram: Released, edges: Tensor, share: float) -> float:
 
 
 def class_means(sums: Released, *, clip: float, grid: int, counted: int, floor: float) -> tuple[Tensor, Tensor]:
-    """Means [classes, d] and counts [classes]; for its mean no class counts less than `floor`."""
+    """Return means [classes, d] and counts [classes]. Sums are divided by the count, or by `floor` if it is larger."""
     value = _value(sums)
     room = int((grid**2 - counted**2) ** 0.5)
     counts = value[:, -1] / counted
@@ -47,19 +47,19 @@ def class_means(sums: Released, *, clip: float, grid: int, counted: int, floor: 
 
 
 def class_covariances(outer: Released, counts: Tensor, *, clip: float, grid: int, floor: float) -> Tensor:
-    """[classes, d, d], cleaned."""
+    """Return covariances [classes, d, d], with most of the noise removed (`clean`)."""
     value = _value(outer)
     size = math.isqrt(value.shape[1])
     matrices = value.view(-1, size, size)
-    matrices = (matrices + matrices.mT) / 2  # both halves were released, each with its own noise
+    matrices = (matrices + matrices.mT) / 2  # both triangles were released, each with its own noise
     units = clip**2 / grid**2 / counts.clamp(min=floor)
-    # A symmetric matrix whose off-diagonal cells have variance s²/2: its spectrum ends at ±2·s·sqrt(size/2).
+    # The noise is a symmetric matrix whose off-diagonal cells have variance s²/2: its spectrum is ±2·s·sqrt(size/2).
     noise = outer.event.sigma * units * math.sqrt(size / 2)
     return clean(matrices * units.view(-1, 1, 1), noise, counts.clamp(min=floor))
 
 
 def round_covariances(means: Tensor, *, clip: float) -> Tensor:
-    """[classes, d, d] where none could be released: as wide as the norm that was, in no particular direction."""
+    """Return isotropic covariances [classes, d, d] with trace clip², for a budget at which none could be released."""
     classes, size = means.shape
     return torch.eye(size, dtype=means.dtype).repeat(classes, 1, 1) * (clip**2 / size)
 
@@ -70,29 +70,30 @@ def _value(released: Released) -> Tensor:
     return torch.from_numpy(released.value.astype("float64"))
 
 
-# --- taking noise away ------------------------------------------------------------------------
+# --- removing noise ---------------------------------------------------------------------------
 
 
 def clean(matrices: Tensor, noise: Tensor, counts: Tensor) -> Tensor:
-    """Covariances from noisy ones [classes, d, d] whose noise alone has a spectrum of ±2·`noise`.
+    """Estimate covariances from noisy ones [classes, d, d], where the noise of each class has the spectrum ±2·`noise`.
 
-    What classes have in common is seen by all of them together, with less noise; how a class differs from that is kept
-    where it stands out of its own noise. Variances of single coordinates are measured well, and put back.
+    The average over classes has less noise and estimates what they have in common. The difference of a class from it
+    is kept where it stands out of that class's noise. The variances of single coordinates are measured well and are
+    put back.
     """
     weights = counts / counts.sum()
     common = torch.einsum("c,cij->ij", weights, matrices)
     shared = _without_negative(shrink(common, float((weights * noise).square().sum().sqrt())))
     shared = shared + torch.diag((common.diagonal() - shared.diagonal()).clamp(min=0))
-    found = []
+    cleaned = []
     for matrix, width in zip(matrices, noise.tolist(), strict=True):
-        own = shared + (shrink(matrix - common, width) if len(matrices) > 1 else 0)
-        own = own + torch.diag(matrix.diagonal() - own.diagonal())
-        found.append(_without_negative(own))
-    return torch.stack(found)
+        estimate = shared + (shrink(matrix - common, width) if len(matrices) > 1 else 0)
+        estimate = estimate + torch.diag(matrix.diagonal() - estimate.diagonal())
+        cleaned.append(_without_negative(estimate))
+    return torch.stack(cleaned)
 
 
 def shrink(matrix: Tensor, noise: float) -> Tensor:
-    """Eigenvalues as they were before noise of spectrum ±2·`noise` was added (spiked Wigner): λ = θ + noise²/θ."""
+    """Invert the effect of noise with spectrum ±2·`noise` on eigenvalues (spiked Wigner model): λ = θ + noise²/θ."""
     values, vectors = torch.linalg.eigh(matrix)
     size = values.abs()
     before = (size + (size.square() - 4 * noise**2).clamp(min=0).sqrt()) / 2
@@ -114,7 +115,7 @@ def _root(matrix: Tensor, power: float, floor: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A Gaussian a class in low-frequency coordinates: the first images."""
+    """A Gaussian for each class in low-frequency coordinates. Its samples are the first images."""
 
     shape: tuple[int, int, int]
     means: Tensor  # [classes, r]
@@ -141,19 +142,19 @@ def make_start(shape: tuple[int, int, int], means: Tensor, covariances: Tensor) 
 
 @dataclass(frozen=True, kw_only=True)
 class Whitening:
-    """Coordinates of texture in which the first images have variance about one, the widest first; public."""
+    """Public texture coordinates in which first images have variance about one, in order of decreasing variance."""
 
     centre: Tensor  # [D]
     matrix: Tensor  # [D, D]
-    labels: Tensor  # of the images it was learned from
-    values: Tensor  # [n, D] theirs
+    labels: Tensor  # [n] labels of the images it was computed from
+    values: Tensor  # [n, D] their whitened texture
 
     def norms(self, share: float) -> float:
         return float(self.values.norm(dim=1).quantile(share))
 
 
 def make_whitening(start: Start, present: Tensor, seed: int) -> Whitening:
-    """From images of the first model: how large texture is, and in which directions."""
+    """Compute the mean and the principal directions of texture from images of the first model."""
     labels = present[torch.arange(WHITENING) % len(present)]
     texture, random = Texture(start.shape), streams.generator(seed, "whitening")
     features = torch.cat([texture(start.images(part, random)) for part in labels.split(1000)]).to(torch.float64)
@@ -166,25 +167,28 @@ def make_whitening(start: Start, present: Tensor, seed: int) -> Whitening:
 
 @dataclass(frozen=True, kw_only=True)
 class MomentModel:
-    """The generator: first images, and where their texture should go."""
+    """The generator: first images, and the map from their texture to the texture of records."""
 
     start: Start
-    present: Tensor  # [p] classes that have enough records to speak of
-    sizes: Tensor  # [p] how many records each has, as released
+    present: Tensor  # [p] classes with enough records to generate
+    sizes: Tensor  # [p] number of records of each, as released
     centre: Tensor  # [D]
     white: Tensor  # [D, D]
     before: Tensor  # [classes, D] mean texture of first images
     after: Tensor  # [classes, D] mean texture of records, as released
-    maps: Tensor  # [classes, t, t] of the first t coordinates; the others are only moved
+    maps: Tensor  # [classes, t, t] linear map of the first t coordinates; the others are only shifted
     steps: int
 
     def to(self, device: torch.device | str) -> "MomentModel":
-        """Where images are moved to their texture; first images are drawn on the CPU, so that they are the same."""
+        """Return the model with the texture step on this device.
+
+        First images are always drawn on the CPU, so that they are the same on every machine.
+        """
         heavy = {name: getattr(self, name).to(device) for name in ("centre", "white", "before", "after", "maps")}
         return dataclasses.replace(self, **heavy)
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
-        """[n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
+        """Return images [n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
         images = self.start.images(labels, random)
         if self.steps == 0:
             return images
@@ -219,12 +223,12 @@ class MomentModel:
 
 
 def without_texture(start: Start, present: Tensor, counts: Tensor) -> MomentModel:
-    """First images as they are. `counts`: records of every class, as released."""
+    """Return a model that releases first images unchanged. `counts`: number of records of every class, as released."""
     classes, none = len(start.means), torch.zeros(0)
     sizes = counts[present].to(torch.float32)
-    of_none = {"before": torch.zeros(classes, 0), "after": torch.zeros(classes, 0), "maps": torch.zeros(classes, 0, 0)}
+    empty = {"before": torch.zeros(classes, 0), "after": torch.zeros(classes, 0), "maps": torch.zeros(classes, 0, 0)}
     return MomentModel(
-        start=start, present=present, sizes=sizes, centre=none, white=torch.zeros(0, 0), steps=0, **of_none
+        start=start, present=present, sizes=sizes, centre=none, white=torch.zeros(0, 0), steps=0, **empty
     )
 
 
@@ -238,13 +242,23 @@ def make_model(
     covariances: Tensor,
     steps: int,
 ) -> MomentModel:
-    """Class by class the optimal map from the texture of first images, N(m, S), to the released N(m', S')."""
+    """Return a model with, for each class, the optimal transport map from first images' texture to the released one.
+
+    The texture of first images is N(m, S), the released one N(m', S').
+
+    Args:
+        present: the classes to generate [p].
+        counts: number of records of every class, as released.
+        means: released mean texture [classes, D].
+        covariances: released covariances of the first t texture coordinates [classes, t, t].
+        steps: gradient steps that move an image towards its texture.
+    """
     size = covariances.shape[1]
     before, maps = torch.zeros_like(means), torch.eye(size, dtype=torch.float64).repeat(len(means), 1, 1)
     for label in present.tolist():
-        own = whitening.values[whitening.labels == label]
-        before[label] = own.mean(dim=0)
-        spread = torch.cov(own[:, :size].mT)
+        features = whitening.values[whitening.labels == label]
+        before[label] = features.mean(dim=0)
+        spread = torch.cov(features[:, :size].mT)
         root, inverse = _root(spread, 0.5, 1e-4), _root(spread, -0.5, 1e-4)
         maps[label] = inverse @ _root(root @ covariances[label] @ root, 0.5, 1e-6) @ inverse
     small = {
@@ -261,7 +275,7 @@ def make_model(
 
 
 def _descend(x: Tensor, loss: Callable[[Tensor], Tensor], steps: int) -> Tensor:
-    """Adam, so that every pixel moves about as far as every other."""
+    """Minimise the loss with Adam, so that every pixel moves about equally far."""
     x = x.clone().requires_grad_()
     adam = torch.optim.Adam([x], lr=RATE)
     with torch.enable_grad():

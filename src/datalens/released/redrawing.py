@@ -1,4 +1,4 @@
-"""Whether a file of synthetic images is what the generator of a release draws: it is drawn again, and compared."""
+"""Check that a file of synthetic images is what the generator of a release draws: draw it again, and compare."""
 
 from pathlib import Path
 from typing import Any
@@ -16,40 +16,45 @@ FIELDS = {"seed", "count", "balanced", "classes", "device"}
 
 
 def check_samples(release: Path, samples: Path, certificate: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a file that `datalens sample` wrote, beside a release whose certificate stands.
+    """Return what is wrong with a file that `datalens sample` wrote.
 
-    Images drawn on another kind of machine differ in last bits; `nearly` says how much they may.
+    Images drawn on another kind of machine differ in last bits; `nearly` defines how much they may differ.
+
+    Args:
+        release: a release that was verified.
+        samples: the file or folder of synthetic images.
+        certificate: the certificate of the release.
 
     Raises:
-        DatalensError: it is not a synthetic data set at all.
+        DatalensError: it is not a synthetic data set.
     """
     dataset = load(samples)
-    found = [f"{samples.name} holds something besides synthetic images: {name}" for name in extras(samples)[:3]]
+    wrong = [f"{samples.name} holds something besides synthetic images: {name}" for name in extras(samples)[:3]]
     if dataset.certificate != certificate:
-        return [*found, f"{samples.name} carries another certificate than the release"]
+        return [*wrong, f"{samples.name} carries another certificate than the release"]
     if dataset.drawn is None:
         return [
-            *found,
-            f"{samples.name} does not say how it was drawn (datalens 0.1.0 did not write it): draw it again",
+            *wrong,
+            f"{samples.name} does not state how it was drawn (datalens 0.1.0 did not write it): draw it again",
         ]
     generator, names = load_generator(release)
     try:
-        asked = _asked(dataset.drawn, classes=len(names), count=len(dataset))
-        images, labels = draw(generator, classes=len(names), **asked)
+        arguments = _draw_arguments(dataset.drawn, classes=len(names), count=len(dataset))
+        images, labels = draw(generator, classes=len(names), **arguments)
     except (DatalensError, ValueError, TypeError, OverflowError, RuntimeError, IndexError) as error:
-        return [*found, f"{samples.name} was drawn in no way that can be repeated ({type(error).__name__})"]
+        return [*wrong, f"{samples.name} states a way of drawing that cannot be repeated ({type(error).__name__})"]
     if dataset.classes != names or not np.array_equal(dataset.labels, labels) or not nearly(dataset.images, images):
-        found.append(f"{samples.name} is not what the generator draws with that seed")
-    return found
+        wrong.append(f"{samples.name} is not what the generator draws with that seed")
+    return wrong
 
 
-def _asked(drawn: dict[str, Any], *, classes: int, count: int) -> dict[str, Any]:
-    """The arguments of `draw`, from JSON that anybody may have edited."""
+def _draw_arguments(drawn: dict[str, Any], *, classes: int, count: int) -> dict[str, Any]:
+    """Return the arguments of `draw`, from JSON that anybody may have edited."""
     if set(drawn) != FIELDS or type(drawn["seed"]) is not int or type(drawn["balanced"]) is not bool:
-        raise ValueError("fields are missing, or too many")
+        raise ValueError("fields are missing, unknown or of the wrong type")
     if drawn["count"] != count or drawn["device"] not in ("cpu", "cuda"):
-        raise ValueError("another number of images, or no device")
+        raise ValueError("the number of images or the device is wrong")
     among = drawn["classes"]
     if among is not None and not all(type(number) is int and 0 <= number < classes for number in among):
-        raise ValueError("no classes")
+        raise ValueError("there is no such class")
     return {"seed": drawn["seed"], "count": count, "balanced": drawn["balanced"], "among": among}

@@ -1,4 +1,4 @@
-"""The release folder: writing it, and sampling from it. No pickle is written or loaded."""
+"""Write a release folder, and sample from it. No pickle is written or loaded."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from datalens.released.synthetic import SyntheticDataset
 from datalens.released.verification import verified
 from datalens.released.weights import AnyGenerator, load_classifier, load_generator, save_weights
 
-__all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # from `weights`
+__all__ = ["AnyGenerator", "load_classifier", "load_generator"]  # re-exported from `weights`
 
 
 def write_release(
@@ -35,13 +35,20 @@ def write_release(
     completed: int | None = None,
     answered: int | None = None,
 ) -> Path:
-    """Write `release/` whole beside its place, then swap it in.
+    """Write the release of a run to a temporary folder, then rename it to `release/`.
 
     Args:
-        model: what was trained; a classifier has no picture.
-        completed: steps that the generator learned from (all that were planned, if left out: `verify` will look for a
-            charge for each).
-        answered: queries that were answered, where a method charges for these apart.
+        run: the folder of the run.
+        model: the trained model. For a classifier, no picture is written.
+        settings: the settings of the run.
+        schema: the public facts about the data set.
+        ledger: the ledger of the run.
+        completed: number of steps that the model learned from; by default all planned steps. `verify` looks for a
+            charge for each.
+        answered: number of queries that were answered, for methods that charge for answers separately.
+
+    Returns:
+        The path of the release folder.
     """
     if isinstance(model, Generator):
         model = recalibrated(model, streams.generator(settings.seed, "batch norm"))
@@ -60,7 +67,11 @@ def write_release(
 def write_folder(
     run: Path, fill: Callable[[Path], None], *, settings: Settings, schema: Schema, ledger: Ledger
 ) -> Path:
-    """What `fill` puts there, the ledger and the certificate; whole, or not at all."""
+    """Write a release folder with the files that `fill` writes, the ledger and the certificate; all of it, or nothing.
+
+    Args:
+        fill: called with the path of the folder, to write the model and its picture.
+    """
     draft, target, old = run / "release.new", run / "release", run / "release.old"
     for leftover in (draft, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -74,7 +85,7 @@ def write_folder(
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
     (draft / REPORT).write_bytes(report.page(draft))
     for file in draft.iterdir():
-        file.chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # weights come as 0600
+        file.chmod((draft / certificates.CERTIFICATE).stat().st_mode)  # safetensors writes weights with mode 0600
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
     if target.exists():
@@ -93,10 +104,20 @@ def sample(
     labels: Sequence[int | str] | None = None,
     device: torch.device | str = "cpu",
 ) -> SyntheticDataset:
-    """`count` images; the same seed gives the same images on the same kind of device.
+    """Draw synthetic images from a release. The same seed gives the same images on the same kind of device.
 
-    - `balanced`: as many of each class; else as often as records of them were counted, where a release has counts.
-    - `labels`: of these classes only, by name or number.
+    Args:
+        release: the release folder; its certificate is verified first.
+        count: the number of images.
+        seed: the seed of labels and images.
+        balanced: draw equally often from each class. By default classes are drawn in proportion to their released
+            counts, where a release has counts.
+        labels: draw from these classes only, by name or number.
+        device: where to compute.
+
+    Raises:
+        TamperedError: the certificate does not stand.
+        DatalensError: the folder is no release of a generator, or `count` or `labels` are invalid.
     """
     if count < 1:
         raise DatalensError(f"--count must be at least 1, not {count}")
@@ -104,23 +125,27 @@ def sample(
         raise DatalensError(
             f"{release} holds a classifier, which makes no images: sample from a run of `datalens train`"
         )
-    certificate = verified(release)  # it goes with the images, and is printed
+    certificate = verified(release)  # it is stored with the images, and printed
     generator, names = load_generator(release)
     among = None if labels is None else numbers_of(labels, names)
-    there = known_classes(generator, len(names)).tolist()
-    if missing := [names[number] for number in among or () if number not in there]:
+    available = known_classes(generator, len(names)).tolist()
+    if missing := [names[number] for number in among or () if number not in available]:
         raise DatalensError(
-            f"there are no images of class {missing[0]}: at the budget of this release nothing could be said of it"
+            f"there are no images of class {missing[0]}: this release's budget was too small to learn anything about it"
         )
-    images, found = draw(
+    images, drawn_labels = draw(
         generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
     )
     drawn = {"seed": seed, "count": count, "balanced": balanced, "classes": among, "device": torch.device(device).type}
-    return SyntheticDataset(images=images, labels=found, classes=names, certificate=certificate, drawn=drawn)
+    return SyntheticDataset(images=images, labels=drawn_labels, classes=names, certificate=certificate, drawn=drawn)
 
 
 def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]:
-    """Classes by name, or else by number; each once, in the order of the data set."""
+    """Return the numbers of classes given by name or by number: each once, in the order of the data set.
+
+    Raises:
+        DatalensError: a label is neither, or there are no labels.
+    """
     numbers = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
     unknown = [str(label) for label in labels if str(label) not in numbers]
     if unknown or not len(labels):

@@ -1,4 +1,7 @@
-"""`release/report.html`: the release on a page that may be handed on with it. Made of the release folder alone."""
+"""`release/report.html`: a page that describes the release and may be published with it.
+
+It is computed from the release folder alone. `verify` computes it again and compares, so its texts are data.
+"""
 
 import base64
 import contextlib
@@ -33,11 +36,11 @@ CONTENTS = (
     ("check", "Check it"),
     ("settings", "Settings"),
 )
-MOST_STOPS, SLOW_STOPS = 40, 7  # of a curve; `prv` and `pld` take a while for each
+MOST_STOPS, SLOW_STOPS = 40, 7  # points of a curve; fewer for accountants that are slow
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
-SAYS_LITTLE = 7.0  # from this ε on a guess may become a certainty, to within a thousandth
-MOST_PICTURE = 3_000_000  # bytes; a third more on the page
-MOST_LINES = 20  # of the table of releases
+SAYS_LITTLE = 7.0  # from this ε on, a guess may become a certainty, to within a thousandth
+MOST_PICTURE = 3_000_000  # bytes; base64 on the page adds a third
+MOST_LINES = 20  # lines of the table of releases
 CHARGED = "releases charged"
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
 _KINDS = {
@@ -56,11 +59,16 @@ model, classes = load_classifier(Path("release"))  # a torch module"""
 
 
 def page(release: Path, *, like: bytes = b"") -> bytes:
-    """All a data steward needs, from released values only, sealed.
+    """Return the sealed HTML page of a release for a data steward, from released values only.
 
     Args:
-        like: a page whose prices are taken over where they are right, up to what two versions of the libraries may
-            differ by. All else is written from the release, so that a page that says the same is equal to it.
+        release: the release folder.
+        like: an existing page to compare with. Its prices are copied where they agree with those computed here up to
+            the accountant's error, which two versions of the libraries may differ by. Everything else is computed
+            from the release, so a correct page equals the result byte for byte.
+
+    Raises:
+        DatalensError: a file of the release holds something that cannot be shown.
     """
     try:
         return sealed(_page(release, like))
@@ -104,7 +112,7 @@ def _page(release: Path, like: bytes) -> bytes:
 
 
 def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
-    """What the certificate says, in words."""
+    """Return the texts and numbers of the guarantee, from the certificate."""
     added = budget.relation == "add-remove"
     sure = 1 / (1 + math.exp(-min(budget.epsilon, 700.0)))
     mechanism, stamp = c["mechanism"], "" if c["private"] else f"; {certificates.NOT_PRIVATE}"
@@ -145,7 +153,7 @@ def _origin(c: dict[str, Any]) -> str:
 
 
 def shown_classes(release: Path) -> tuple[str, ...]:
-    """The classes that `samples.png` has, a row each (see `drawing.draw_picture`)."""
+    """Return the classes in `samples.png`, one for each row (see `drawing.draw_picture`)."""
     generator, names = load_generator(release)
     return tuple(names[label] for label in sorted(known_classes(generator, min(10, len(names))).tolist()))
 
@@ -155,7 +163,7 @@ def _left_out(shown: Sequence[str], schema: Schema) -> list[str]:
 
 
 def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MOST_PICTURE) -> dict[str, Any]:
-    """The certified picture, to be drawn into the page: as it is, or smaller where it would be too much for one."""
+    """Return the certified picture for the page, scaled down until it has at most `most` bytes."""
     content = (release / certificates.PICTURE).read_bytes()
     try:
         with Image.open(BytesIO(content)) as image:
@@ -186,26 +194,29 @@ def _png(image: Image.Image) -> bytes:
 
 
 def budget_curves(budget: Budget, events: Sequence[Event], *, like: bytes = b"") -> list[charts.Series]:
-    """ε after every charge (or some of them): by the accountant of the budget, then the exact one and RDP.
+    """Return ε after every charge, or after some of many: by the budget's accountant, the exact one and RDP.
 
-    In four digits, rounded up. `like`: see `page`.
+    Values have four digits and are rounded up. Accountants that cannot price the events are left out.
+
+    Args:
+        like: see `page`.
     """
-    found = []
+    curves = []
     names: tuple[AccountantName, ...] = (budget.accountant, "exact", "rdp")
     for name in dict.fromkeys(names):
         stops = charts.thinned(len(events) + 1, SLOW_STOPS if name in SLOW else MOST_STOPS)
         accountant, stated = Accountant(name=name), _stated(like, f"{name} accountant")
         try:
             prices = [_price(accountant, events[:stop], budget.delta, stated.get(stop)) for stop in stops]
-        except DatalensError:  # it has no price for events like these
+        except DatalensError:  # this accountant cannot price these events
             continue
         points = tuple((float(stop), price) for stop, price in zip(stops, prices, strict=True))
-        found.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(stops) == len(events) + 1))
-    return found
+        curves.append(charts.Series(name=f"{name} accountant", points=points, stairs=len(stops) == len(events) + 1))
+    return curves
 
 
 def _price(accountant: Accountant, events: Sequence[Event], delta: float, stated: float | None) -> float:
-    """ε of the events as it is shown; what is stated elsewhere, where that is the same up to the price's own error."""
+    """Return ε of the events as it is shown: `stated`, if it is right up to the accountant's error, else computed."""
     if not events:
         return 0.0
     price = accountant.epsilon(events, delta)
@@ -217,16 +228,16 @@ def _price(accountant: Accountant, events: Sequence[Event], delta: float, stated
 
 
 def _stated(page: bytes, column: str) -> dict[int, float]:
-    """The numbers in a column of the table that `_table` makes, as a page has them; anybody may have edited it."""
-    found = {}
+    """Return the numbers in a column of `_table`'s table on a page, by row. Anybody may have edited the page."""
+    numbers = {}
     for table in re.findall(r"<table>.*?</table>", page.decode(errors="replace"), re.DOTALL):
         head = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', table)
         if head[:1] == [CHARGED] and column in head:
             for row in re.findall(r'<tr><th scope="row">\d.*?</tr>', table):
                 cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row)
                 with contextlib.suppress(ValueError, IndexError):  # "—" where this accountant has no price
-                    found[int(cells[0])] = float(cells[head.index(column)])
-    return found
+                    numbers[int(cells[0])] = float(cells[head.index(column)])
+    return numbers
 
 
 def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str) -> str:
@@ -245,16 +256,18 @@ def budget_chart(curves: Sequence[charts.Series], budget: Budget, *, stamp: str)
 def _table(curves: Sequence[charts.Series]) -> dict[str, Any] | None:
     if not curves:
         return None
-    found = [dict(one.points) for one in curves]
-    stops = sorted({stop for points in found for stop in points})
+    prices = [dict(one.points) for one in curves]
+    stops = sorted({stop for points in prices for stop in points})
     return {
         "head": (CHARGED, *(one.name for one in curves)),
-        "rows": [(stop, *(upwards(points[stop], 4) if stop in points else None for points in found)) for stop in stops],
+        "rows": [
+            (stop, *(upwards(points[stop], 4) if stop in points else None for points in prices)) for stop in stops
+        ],
     }
 
 
 def _rounded(line: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Four digits, never so that a release looks more private: noise is rounded down, all else up."""
+    """Round to four digits, never so that a release looks more private: noise is rounded down, all else up."""
     name, times, moved, sigma, *rate = line
     return name, times, _up(moved), _down(sigma), *(_up(part) for part in rate)
 
@@ -264,14 +277,17 @@ def _up(value: float | None) -> str | None:
 
 
 def _down(value: float | None) -> str | None:
-    """In decimals, and not as minus what is rounded up: zero has no sign."""
+    """Round down to four digits. Rounding the negated value up would turn 0 into -0."""
     if value is None:
         return None
     return f"{float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal_from_float(value)):.4g}"
 
 
 def grouped(events: Sequence[Event], settings: Settings) -> list[tuple[Any, ...]]:
-    """What was released, how often, sensitivity, σ and the part of the units that is sampled; equals in one line."""
+    """Return the lines of the table of releases: name, times, sensitivity, σ and sampling rate.
+
+    Equal releases in a row share a line. The sampling rate is left out if no release has one.
+    """
 
     def line(event: Event) -> tuple[Any, ...]:
         match event:
@@ -286,8 +302,8 @@ def grouped(events: Sequence[Event], settings: Settings) -> list[tuple[Any, ...]
                 return _KINDS[event.kind], math.sqrt(event.moved), event.sigma, None
         return f"{event.kind}, which this version does not know", None, None, None
 
-    found = []
+    lines = []
     for (name, moved, sigma, rate), same in itertools.groupby(events, key=line):
         times = sum(getattr(event, "repeats", 1) for event in same)
-        found.append((name, times, moved, sigma, rate))
-    return found if any(line[-1] is not None for line in found) else [line[:-1] for line in found]
+        lines.append((name, times, moved, sigma, rate))
+    return lines if any(line[-1] is not None for line in lines) else [line[:-1] for line in lines]

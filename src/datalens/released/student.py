@@ -1,4 +1,4 @@
-"""The student: it generates, is told where its images should move, and learns (Algorithm 1, lines 3-4 and 16-18)."""
+"""The student: a generator trained on released directions for its images (Algorithm 1, lines 3-4 and 16-18)."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from datalens.released.generator import Architecture, Generator, draw_latent, in
 class Fakes:
     """A batch of synthetic images and the public labels they were made for."""
 
-    images: Tensor  # [m, c, h, w], with the graph back to the generator
+    images: Tensor  # [m, c, h, w], attached to the generator's graph
     labels: Tensor  # [m]
     step: int
 
@@ -23,7 +23,7 @@ class Fakes:
 class Student:
     """A generator and its optimiser. Every batch is a function of (seed, step), so a resumed run draws the same.
 
-    Over `decay_over` steps the learning rate falls to zero along a cosine.
+    Over `decay_over` steps the learning rate falls to zero along a cosine; None: it is constant.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Student:
         self._device = device
 
     def generate(self, step: int) -> Fakes:
-        """m noise samples, labels drawn uniformly or one class after the other, and their images."""
+        """Return m synthetic images, with labels drawn uniformly or, if balanced, cycling through the classes."""
         random = streams.generator(self._seed, "fakes", step)
         architecture = self.generator.architecture
         z = draw_latent(self._batch, architecture, random).to(self._device)
@@ -62,11 +62,11 @@ class Student:
         return Fakes(images=self.generator(z, labels), labels=labels, step=step)
 
     def step(self, fakes: Fakes, direction: Direction) -> None:
-        """One Adam step on (1/m) Σ ‖Ψ(z) − x̂‖² with x̂ = Ψ(z) + γ·direction held fixed."""
+        """Take one Adam step on (1/m) Σ ‖Ψ(z) − x̂‖², with x̂ = Ψ(z) + γ·direction held fixed."""
         if not isinstance(direction, Direction):
             raise TypeError("the student learns from directions decoded from released values only")
         if self._decay_over:
-            # Votes do not shrink as the student gets close, and Adam would not mind if they did: the rate must.
+            # Votes do not shrink as the student converges, and Adam would cancel it if they did: decay the rate.
             done = min(fakes.step / self._decay_over, 1.0)
             self._adam.param_groups[0]["lr"] = self._rate * (1 + math.cos(math.pi * done)) / 2
         target = fakes.images.detach() + self._gamma * direction.value.to(self._device)

@@ -1,6 +1,6 @@
-"""The synthetic images as they are handed out: in memory, as a file (.npz, .parquet), as a folder of PNG files.
+"""Synthetic data sets: in memory, as a file (.npz, .parquet) and as a folder of PNG files.
 
-Files are read again by `loading`. Everything here has been released already, so nothing in this module can leak.
+`loading` reads these files. Everything here has been released already, so nothing in this module can leak.
 """
 
 import csv
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch.utils.data import TensorDataset
 
-MAX_PIXELS = 2**31  # pixel values, channels counted: 2 GiB once decoded
+MAX_PIXELS = 2**31  # pixel values, counting channels: 2 GiB once decoded
 
 
-MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # what a PNG can hold, by channels
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's modes for PNGs, by number of channels
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_COLOURS = {0: 1, 2: 3, 4: 2, 6: 4}  # channels, by the number that a PNG has for grey, colour, and each with alpha
+_COLOURS = {0: 1, 2: 3, 4: 2, 6: 4}  # number of channels, by a PNG's colour type: grey, colour, and each with alpha
 
-# Levels of 255, on average over an image: how far drawing it on another machine may move it. Weights that are off by
-# 1e-5, a hundred times the rounding of float32, move an image by 1.2 at most; others of its class are 5 to 40 away
-# (docs/decisions.md).
+# How much an image may differ when drawn on another machine: mean absolute difference, in levels of 255. Weights that
+# are off by 1e-5, a hundred times the rounding of float32, change an image by at most 1.2; other images of its class
+# are 5 to 40 away (docs/decisions.md).
 NEARLY = 2.0
 
-_CELL = 64  # pixels, about
+_CELL = 64  # approximate size of an image in the grid, in pixels
 _GAP = 2
 _MAX_ROWS = 10
 _MAX_COLUMNS = 10
 
-_BAR_FROM = 2_000  # images; fewer are done before a bar could be read
-ROWS_AT_ONCE = 1_000  # a parquet row group; small, so that viewers can page through
+_BAR_FROM = 2_000  # show a progress bar from this number of images; fewer are done before it could be read
+ROWS_AT_ONCE = 1_000  # rows of a parquet row group: few, so that viewers can page through
 
 METADATA = "metadata.csv"
 CERTIFICATE = "certificate.json"
@@ -63,12 +63,15 @@ COLUMNS = ["file_name", "label", "class"]
 class SyntheticDataset:
     """Labelled synthetic images with the certificate they were released under.
 
-    `drawn` says how to draw the same images from the generator again (see `redrawing`): seed, count, balanced, classes
-    and device. Images that came from elsewhere have none, nor have files of version 0.1.0.
+    `drawn` states how to draw the same images from the generator again (see `redrawing`): seed, count, balanced,
+    classes and device. It is None for images from elsewhere and for files of version 0.1.0.
+
+    Raises:
+        DatalensError: arrays have the wrong type, shape or size, a label has no class, or a class name is unusable.
     """
 
     images: NDArray[np.uint8]  # [n, h, w, c]
-    labels: NDArray[np.int64]  # [n], an index into `classes`
+    labels: NDArray[np.int64]  # [n], indices into `classes`
     classes: tuple[str, ...]
     certificate: dict[str, Any]
     drawn: dict[str, Any] | None = None
@@ -79,20 +82,20 @@ class SyntheticDataset:
             raise DatalensError("class names must be distinct, and there must be at least one")
         for name in self.classes:
             if not _is_text(name):
-                raise DatalensError(f"class name {name!r} is not text that a file can hold")
+                raise DatalensError(f"class name {name!r} is not text that every file format can store")
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= len(self.classes):
             raise DatalensError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
         if not isinstance(self.certificate, dict):
             raise DatalensError("the certificate must be a JSON object")
         if not isinstance(self.drawn, dict | None):
-            raise DatalensError("how images were drawn must be a JSON object")
+            raise DatalensError("the field `drawn` must be a JSON object")
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to_torch(self) -> "TensorDataset":
-        """Images as float32 [n, c, h, w] in [0, 1], and labels: for a torch DataLoader."""
+        """Return a TensorDataset of images, float32 [n, c, h, w] in [0, 1], and labels, for a torch DataLoader."""
         import torch
         from torch.utils.data import TensorDataset
 
@@ -100,20 +103,20 @@ class SyntheticDataset:
         return TensorDataset(images, torch.from_numpy(self.labels))
 
     def to_npz(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Arrays images, labels, classes and certificate: np.load(path)."""
+        """Write the arrays images, labels, classes and certificate to a file for `np.load`."""
         save(self, ending(path, ".npz"), force=force)
 
     def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """PNG bytes and labels as Hugging Face datasets has them; the certificate is in the schema's metadata."""
+        """Write PNG bytes and labels in the format of Hugging Face datasets, with the certificate in the metadata."""
         save(self, ending(path, ".parquet"), force=force)
 
     def to_folder(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """A folder of PNG files a class, metadata.csv and certificate.json: Hugging Face's imagefolder."""
+        """Write a folder of PNG files for each class, metadata.csv and certificate.json (Hugging Face imagefolder)."""
         save(self, f"{os.fspath(path).rstrip(os.sep)}{os.sep}", force=force)
 
 
 def grid(images: NDArray[np.uint8], labels: NDArray[np.int64], *, per_class: int = 8) -> Image.Image:
-    """The first `per_class` images ([n, h, w, c]) of each class, one row a class, at most 10 x 10."""
+    """Return a picture of the first `per_class` images ([n, h, w, c]) of each class, a row per class, at most 10x10."""
     _, h, w, c = images.shape
     mode = mode_of(c)
     kinds, counts = np.unique(labels, return_counts=True)
@@ -131,7 +134,7 @@ def grid(images: NDArray[np.uint8], labels: NDArray[np.int64], *, per_class: int
 
 
 def cells(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Cut what `grid` made of images of this size into cells [n, y, x, c], each with the lines around it."""
+    """Cut a picture that `grid` made of images of this size into cells [n, y, x, c], each with the lines around it."""
     pixels = np.asarray(picture).reshape(picture.height, picture.width, -1)
     scale = _scale(height, width)
     step_y, step_x = height * scale + _GAP, width * scale + _GAP
@@ -146,7 +149,7 @@ def cells(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def more_than_pixels(png: bytes) -> bool:
-    """Whether a PNG holds anything but a picture as we write it: text, a second picture, bytes behind any end."""
+    """Return whether a PNG holds more than its pixels: text, a second picture, or bytes after the end of any part."""
     chunks, at = [], 8
     while at + 12 <= len(png):
         end = at + 8 + int.from_bytes(png[at : at + 4])
@@ -161,21 +164,21 @@ def more_than_pixels(png: bytes) -> bool:
 
 
 def _exactly_pixels(header: bytes, packed: bytes) -> bool:
-    """Whether what is packed are the rows that the header of a PNG states, and nothing behind them."""
+    """Return whether the compressed data of a PNG are the rows that its header states, and nothing more."""
     if len(header) != 13 or header[8] != 8 or header[9] not in _COLOURS or any(header[10:]):
         return False
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
     expected = height * (1 + width * _COLOURS[header[9]])
     stream = zlib.decompressobj()
     try:
-        found = len(stream.decompress(packed, expected + 1)) if 0 < expected <= 2 * MAX_PIXELS else 0
+        size = len(stream.decompress(packed, expected + 1)) if 0 < expected <= 2 * MAX_PIXELS else 0
     except zlib.error:
         return False
-    return found == expected and stream.eof and not stream.unused_data
+    return size == expected and stream.eof and not stream.unused_data
 
 
 def nearly(images: NDArray[np.uint8], expected: NDArray[np.uint8]) -> bool:
-    """Whether every image [n, …] is the expected one, but for what rounding on another machine may do to it."""
+    """Return whether every image [n, …] equals the expected one, up to the effect of rounding on another machine."""
     if images.shape != expected.shape:
         return False
     apart = np.abs(images.astype(np.int16) - expected.astype(np.int16)).reshape(len(images), -1)
@@ -208,7 +211,7 @@ def mode_of(channels: int) -> str:
 
 
 def _is_text(name: object) -> bool:
-    """Whether every format can hold it: numpy drops trailing NULs, and UTF-8 has no lone surrogates."""
+    """Return whether every file format can store a name: numpy drops trailing NULs, UTF-8 has no lone surrogates."""
     return isinstance(name, str) and not any(c == "\0" or unicodedata.category(c) == "Cs" for c in name)
 
 
@@ -220,10 +223,17 @@ def by(shape: tuple[int, ...]) -> str:
 
 
 def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write to `path`: .npz, .parquet, or else a folder. All of it appears at once, or nothing does.
+    """Write a synthetic data set to a .npz file, a .parquet file or a folder. All of it appears at once, or nothing.
 
-    (With `force`, replacing a folder takes two renames; a power cut between them leaves the old
-    folder next to `path` under a temporary name.)
+    With `force`, replacing a folder takes two renames; a power cut between them leaves the old folder next to `path`
+    under a temporary name.
+
+    Args:
+        path: where to write; the suffix chooses the format, and no suffix means a folder.
+        force: replace a file, or a folder that `save` wrote.
+
+    Raises:
+        DatalensError: the path exists, cannot be written, or has another suffix; a PNG cannot hold the images.
     """
     kind = kind_of(path)
     if kind != ".npz":
@@ -254,7 +264,7 @@ def ending(path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> None:
-    """Raise what `save` would raise about the place it is to write to, before the work is done."""
+    """Raise what `save` would raise about its target, before the work is done."""
     _check_may_write(Path(os.path.realpath(path)), folder=kind_of(path) == "", force=force)
 
 
@@ -284,7 +294,7 @@ def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO
         metadata["datalens.drawn"] = json_text(dataset.drawn, "way of drawing")
     schema = pa.schema([("image", image_type()), ("label", pa.int64())], metadata=metadata)
     count = len(dataset.images)
-    # PNGs do not repeat, so a dictionary of them would only be built and thrown away
+    # PNGs do not repeat, so a dictionary of them would be built and discarded.
     with (
         ticks("writing images", count) as tick,
         pq.ParquetWriter(stream, schema, use_dictionary=["label"], write_statistics=["label"]) as writer,
@@ -299,14 +309,14 @@ def _write_parquet(dataset: SyntheticDataset, certificate: str, stream: BinaryIO
 
 
 def image_type() -> "pa.StructType":
-    """An image in a parquet file, as Hugging Face's `datasets` has it."""
+    """Return the Arrow type of an image in a parquet file, as Hugging Face's `datasets` defines it."""
     import pyarrow as pa
 
     return pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def features_text(classes: tuple[str, ...]) -> str:
-    """What `datasets` reads its features from, to show images and class names."""
+    """Return the JSON metadata from which `datasets` reads that there are images, and the names of classes."""
     features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
     return json.dumps({"info": {"features": features}})
 
@@ -357,30 +367,30 @@ def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
         raise DatalensError(f"{target} is a {'file' if folder else 'folder'}; choose another name")
     ours = (target / METADATA).is_file() and (target / CERTIFICATE).is_file()
     if folder and not ours and any(target.iterdir()):
-        # a slip such as `--out ~ --force` must not delete a home directory
+        # A mistake such as `--out ~ --force` must not delete a home directory.
         raise DatalensError(f"{target} holds other files, which --force does not delete; choose another folder")
 
 
 def folder_names(classes: tuple[str, ...]) -> list[str]:
-    """A plain folder name for each class. Names that had to change, or would clash, end in ~label."""
+    """Return a plain folder name for each class. Names that had to change, or would clash, end in ~label."""
     taken = {METADATA, CERTIFICATE, CLASSES, DRAWN}
     names = []
     for label, name in enumerate(classes):
         safe = re.sub(r"[^\w .-]", "_", name).strip(" .")[:48]
         if not safe or safe != name or _fold(safe) in taken:
-            safe = f"{safe.rstrip(' .')}~{label}"  # "~" never survives the line above, so this is unique
+            safe = f"{safe.rstrip(' .')}~{label}"  # unique, because no other name has a "~"
         taken.add(_fold(safe))
         names.append(safe)
     return names
 
 
 def _fold(name: str) -> str:
-    """Equal for names that some file system would take for the same."""
+    """Return a key that is equal for names that some file system takes for the same."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
 def file_name(index: int) -> str:
-    """The name of an image's file."""
+    """Return the file name of an image."""
     return f"{index + 1:06d}.png"
 
 
@@ -392,7 +402,7 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 
 
 def json_text(fields: dict[str, Any], what: str) -> str:
-    """The one way that certificates and ways of drawing are written."""
+    """Return a certificate, or the field `drawn`, as JSON. There is one way to write it."""
     try:
         return json.dumps(fields, allow_nan=False, indent=2)
     except (TypeError, ValueError, RecursionError) as error:
@@ -400,7 +410,7 @@ def json_text(fields: dict[str, Any], what: str) -> str:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """The format by its suffix: .npz, .parquet, or none for a folder."""
+    """Return the format of a path by its suffix: .npz, .parquet, or "" for a folder."""
     suffix = "" if os.fspath(path).endswith(("/", os.sep)) else Path(path).suffix.lower()
     if suffix not in ("", ".npz", ".parquet"):
         raise DatalensError(
@@ -415,7 +425,7 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def ticks(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A function to call once per image; it drives a progress bar when there are many."""
+    """Yield a function to call once per image. It advances a progress bar if there are many images."""
     if total < _BAR_FROM:
         yield lambda: None
         return

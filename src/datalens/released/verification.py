@@ -1,4 +1,4 @@
-"""The check of a release, with nothing but its folder: ε is computed anew, and all that can be compared is."""
+"""Verify a release from its folder alone: recompute ε, and compare everything that can be compared."""
 
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -42,16 +42,16 @@ _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What `datalens verify` found. `problems` is empty exactly when the release stands."""
+    """The result of `datalens verify`. `problems` is empty exactly when the release stands."""
 
     problems: tuple[str, ...]
     budget: Budget
-    spent: float  # by the ledger; where weights do not state what they learned from, by the whole plan
+    spent: float  # by the ledger, or by the whole plan if the weights do not state how many steps they learned from
     charged: tuple[Event, ...]
     private: bool
-    unit: str  # what is protected
-    warnings: tuple[str, ...]  # of promises that hold, and are worth little
-    notes: tuple[str, ...] = ()  # what an older release does not state, so that it is the owner's word
+    unit: str  # the privacy unit
+    warnings: tuple[str, ...]  # of guarantees that hold but are weak
+    notes: tuple[str, ...] = ()  # facts that an older release does not state, so that they are the owner's word
     certificate: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -60,23 +60,27 @@ class Verification:
 
     @property
     def older(self) -> bool:
-        """Whether its certificate is of an earlier version, which states less."""
+        """Return whether the certificate has an earlier version, which states less."""
         return self.certificate.get("version") != VERSION
 
     def spent_by(self) -> dict[AccountantName, float | str]:
-        """What every accountant makes of the ledger, or why it has no price. (Not needed to verify, and slower.)"""
+        """Return ε of the ledger by every accountant, or why one cannot price it. (Slow, and not needed to verify.)"""
         return side_by_side([(event, 1) for event in self.charged], self.budget.delta)
 
 
 def check_release(release: Path, *, redraw: bool = True) -> Verification:
-    """Recompute ε from the ledger and compare everything in the folder that can be compared.
+    """Recompute ε from the ledger, and compare everything in the release folder that can be compared.
 
     Args:
-        redraw: also draw the picture and write the page for people anew, and compare; it takes a second or two.
+        release: the release folder.
+        redraw: also draw the picture and compute the HTML page again, and compare. It takes a second or two.
+
+    Returns:
+        The result; its `problems` are empty exactly when the release stands.
 
     Raises:
-        DatalensError: it is not a release, or not a whole one.
-        TamperedError: its ledger is no chain.
+        DatalensError: the folder is not a release, or not a complete one.
+        TamperedError: the hash chain of its ledger is broken.
     """
     certificate = read_certificate(release)
     for name in (LEDGER, weights_of(certificate)):
@@ -104,68 +108,73 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
         if redraw and not problems and not isinstance(claim.weights.model, checks.Classifier):
             problems += _picture_problems(release, claim.weights.model, claim.schema)
     except DatalensError as error:
-        problems.append(f"this cannot be: {error}")
+        problems.append(f"the release is not valid: {error}")
     except _UNREADABLE as error:
         problems.append(f"the certificate holds something that cannot be read ({type(error).__name__})")
-    wrong, unsaid = _report_problems(release, certificate, redraw=redraw and not problems)
+    report_problems, report_notes = _report_problems(release, certificate, redraw=redraw and not problems)
     return Verification(
-        problems=(*problems, *wrong),
+        problems=(*problems, *report_problems),
         budget=budget,
         spent=shown,
         charged=events,
         private=is_private(budget, events),
         unit=str(certificate.get("privacy_unit")),
         warnings=_warnings(certificate, budget),
-        notes=(*notes, *unsaid),
+        notes=(*notes, *report_notes),
         certificate=certificate,
     )
 
 
 def verified(release: Path) -> dict[str, Any]:
-    """Return the certificate of a release, once it was found to stand.
+    """Verify a release (without redrawing), and return its certificate.
 
     Raises:
-        TamperedError: it does not.
+        TamperedError: the release does not stand.
     """
-    found = check_release(release, redraw=False)
-    if found.problems:
-        raise TamperedError(f"the certificate of {release} does not stand ({found.problems[0]}): fetch it again")
-    return found.certificate
+    result = check_release(release, redraw=False)
+    if result.problems:
+        raise TamperedError(f"the certificate of {release} does not stand ({result.problems[0]}): fetch it again")
+    return result.certificate
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
     try:
         schema = Schema.from_dict(certificate["public"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        return ()  # which is a problem of its own
+        return ()  # reported as a problem elsewhere
     return (*budget_warnings(budget, schema.nominal_size), *read_off_warnings(schema))
 
 
 def _file_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
-    """A release has exactly its own files, each with the hash that the certificate states."""
-    found = []
+    """Check that the release has exactly the expected files, each with the hash that the certificate states."""
+    wrong = []
     hashes = {name: value for name, value in certificate["sha256"].items() if name != "certificate"}
-    own = files_of(certificate)
+    required = files_of(certificate)
     for path in sorted(release.iterdir()):
-        if path.name not in {*own, CERTIFICATE, REPORT, SIGNATURE}:
-            found.append(f"{path.name} is no file of a release: take it out, whatever it is")
+        if path.name not in {*required, CERTIFICATE, REPORT, SIGNATURE}:
+            wrong.append(f"{path.name} is no file of a release: remove it")
         elif path.is_symlink() or not path.is_file():
-            found.append(f"{path.name} is no plain file")
-    found += [f"the certificate has a hash of {name}, which is no file of a release" for name in hashes.keys() - own]
-    for name in sorted(own):
+            wrong.append(f"{path.name} is no plain file")
+    wrong += [
+        f"the certificate has a hash of {name}, which is no file of a release" for name in hashes.keys() - required
+    ]
+    for name in sorted(required):
         if not (release / name).is_file():
-            found.append(f"{name} is missing")
+            wrong.append(f"{name} is missing")
         elif file_hash(release / name) != hashes.get(name):
-            found.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
-    found += _signature_problems(release)
+            wrong.append(f"{name} is not the file the certificate was written for (SHA-256 differs)")
+    wrong += _signature_problems(release)
     unchanged = (release / CERTIFICATE).read_bytes() == certificate_bytes(certificate)
     if not unchanged or own_hash(certificate) != certificate["sha256"].get("certificate"):
-        found.append(f"{CERTIFICATE} was changed after it was written")
-    return found
+        wrong.append(f"{CERTIFICATE} was changed after it was written")
+    return wrong
 
 
 def _signature_problems(release: Path) -> list[str]:
-    """A signature is not certified, so it must be nothing else: it has no room for anything. (Whose: `signing`.)"""
+    """Check the form of the signature, if there is one.
+
+    The certificate has no hash of it, so it must not have room for anything else. `signing` checks whose it is.
+    """
     if not (release / SIGNATURE).is_file():
         return []
     try:
@@ -177,7 +186,7 @@ def _signature_problems(release: Path) -> list[str]:
 
 
 def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
-    """The page must say what the certificate says."""
+    """Check that the Markdown page is the one that follows from the certificate."""
     try:
         same = not (release / PAGE).is_file() or (release / PAGE).read_bytes() == page_bytes(certificate)
     except _UNREADABLE:
@@ -186,7 +195,7 @@ def _page_problems(release: Path, certificate: dict[str, Any]) -> list[str]:
 
 
 def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) -> list[str]:
-    """The picture must be what the generator draws, and hold nothing else."""
+    """Check that the picture is what the generator draws, and that the file holds nothing else."""
     content = (release / PICTURE).read_bytes()
     if more_than_pixels(content):
         return [f"{PICTURE} holds something besides a picture"]
@@ -201,25 +210,28 @@ def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) ->
 
 
 def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool) -> tuple[list[str], list[str]]:
-    """The page for people is not certified, it may be written anew; but it must be whole, and say the same.
+    """Check the HTML page, and return problems and notes.
 
-    Returns problems, and notes: a page that version 0.1.0 wrote cannot be written by this one.
+    The certificate has no hash of the page, so that it can be written again; but it must be complete and say the same
+    as the certificate. A page of version 0.1.0 cannot be compared, since this version writes another one: a note.
     """
     path = release / REPORT
     if not path.exists():
         return [], []
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
-        return [f"{REPORT} is not a page of ours"], []
+        return [f"{REPORT} is not a page of datalens"], []
     content = path.read_bytes()
     problem = seal_problem(content, str(certificate["sha256"].get("certificate")))
     if problem is not None:
         return [f"{REPORT} {problem}"], []
     if page_format(content) < FORMAT and certificate.get("version") == FIRST:
         return [], [
-            f"{REPORT} was written by an earlier version, and is not compared: `datalens report` writes it anew"
+            f"{REPORT} was written by an earlier version, and is not compared: run `datalens report` to write it again"
         ]
     if page_format(content) != FORMAT:
-        return [f"{REPORT} was written by another version than the certificate: `datalens report` writes it anew"], []
+        return [
+            f"{REPORT} was written by another version than the certificate: run `datalens report` to write it again"
+        ], []
     if redraw and content != report.page(release, like=content):
-        return [f"{REPORT} does not say what {CERTIFICATE} says: `datalens report` writes it anew"], []
+        return [f"{REPORT} does not say what {CERTIFICATE} says: run `datalens report` to write it again"], []
     return [], []

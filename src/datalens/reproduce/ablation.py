@@ -1,4 +1,4 @@
-"""What each part of our default does: the same run with one part changed, ε = 1 and 10, δ = 1e-5."""
+"""Ablation of the default method: the same run with one part changed, at ε = 1 and 10, δ = 1e-5."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""What a table of the paper is made of: a cell is a run with ledger and certificate, and its score.
+"""The cells of the paper's tables: a cell is a run with ledger and certificate, and its score.
 
-A table lists its cells. Its lines, and how they are shown, are those of accuracies unless it brings its own.
+A table lists its cells. By default its lines show accuracies; other tables define their own lines and Markdown.
 """
 
 import hashlib
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from datalens.evaluate.classifiers import ClassifierName
     from datalens.released.synthetic import SyntheticDataset
 
-Results = dict[str, dict[str, Any]]  # of finished cells, by name
+Results = dict[str, dict[str, Any]]  # finished cells by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One figure of a table: how to train it, and what the paper prints (None: the paper has no such cell)."""
+    """One figure of a table: the options to train it, and the paper's printed value (None: the paper has none)."""
 
     row: str
     column: str
     paper: float | None
-    options: dict[str, Any] | None  # for TrainOptions; None: not built yet, the paper's value stands alone
+    options: dict[str, Any] | None  # of TrainOptions; None: not implemented yet, so only the paper's value is shown
 
     @property
     def name(self) -> str:
-        """A plain file name: "MNIST ε=1", "DataLens" → mnist-eps1-datalens; and the seed, where one is asked for."""
+        """Return a plain file name: "MNIST ε=1", "DataLens" → mnist-eps1-datalens; with the seed, if one is given."""
         seed = f" seed{self.options['seed']}" if self.options and "seed" in self.options else ""
         text = f"{self.row} {self.column}{seed}".lower().replace("ε=", "eps").replace("∞", "inf").replace("β", "beta")
         return "-".join("".join(c if (c.isascii() and c.isalnum()) or c == "." else " " for c in text).split())
 
     @property
     def asked(self) -> dict[str, Any] | None:
-        """The options as JSON has them, which knows no infinity."""
+        """Return the options as JSON, which has no infinity."""
         if self.options is None:
             return None
         return {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in self.options.items()}
 
     @property
     def run_name(self) -> str:
-        """Of its run, where tables share runs: what was asked for decides it."""
+        """Return the name of its run, for tables that share runs. It is a function of the options."""
         assert self.options is not None
-        asked = {k: v for k, v in (self.asked or {}).items() if (k, v) != ("seed", 0)}  # the default: the same run
+        asked = {k: v for k, v in (self.asked or {}).items() if (k, v) != ("seed", 0)}  # 0 is the default: same run
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
         epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
         return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
@@ -70,7 +70,16 @@ def accuracy(
     data_folder: Path | None,
     accuracy_real: float | None,
 ) -> dict[str, Any]:
-    """Score a cell by the accuracy, on real images, of a classifier trained on the synthetic ones."""
+    """Score a cell by the accuracy on real images of a classifier that is trained on the synthetic ones.
+
+    Args:
+        cell: the cell to score.
+        scoring: how to score it.
+        synthetic: the images drawn from its release.
+        device: where to compute.
+        data_folder: the folder of data sets that cannot be downloaded.
+        accuracy_real: the accuracy with real training images, if another cell has computed it.
+    """
     from datalens.data import formats
     from datalens.driver import choose_device
     from datalens.evaluate.utility import evaluate
@@ -97,20 +106,20 @@ def accuracy(
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How a cell's release is scored; the same for every cell of a table."""
+    """How the releases of a table's cells are scored."""
 
     count: int
     epochs: int
     seeds: int
     classifier: "ClassifierName" = "paper"
-    test: int | None = None  # real images it is tested on: the first so many, or all
-    measure: Callable[..., dict[str, Any]] = accuracy  # what becomes part of the cell; see `accuracy` for its arguments
+    test: int | None = None  # number of real test images, the first ones; None: all
+    measure: Callable[..., dict[str, Any]] = accuracy  # its result is added to the cell; arguments as of `accuracy`
 
 
 def run_cell(
     cell: Cell, scoring: Scoring, run: Path, device: str, *, data_folder: Path | None, accuracy_real: float | None
 ) -> dict[str, Any]:
-    """Train, check the release, sample, score. The cell's seed is that of all of it; no path gets into the result."""
+    """Train a cell, check its release, sample and score it, all with the cell's seed. The result holds no paths."""
     from datalens.driver import choose_device
     from datalens.released.release import sample
 
@@ -138,14 +147,14 @@ def run_cell(
 
 
 def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict[str, Any]:
-    """The run of a cell, or the one that another cell has made with the same options, checked."""
+    """Train a cell, or find the verified run of another cell with the same options. Returns the facts of the run."""
     from datalens.driver import train
     from datalens.released.verification import check_release
 
     facts = run / "trained.json"
     if facts.exists() and not check_release(run / "release").problems:
-        found: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
-        return found
+        shared: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8"))
+        return shared
     assert cell.options is not None
     where: dict[str, Any] = {"out": run, "device": device, "data_folder": data_folder}
     trained = train(TrainOptions(**where, resume=(run / "ledger.jsonl").exists(), **cell.options))
@@ -166,7 +175,7 @@ def rows_of_accuracies(cells: list[Cell], results: Results) -> list[Row]:
 
 
 def _row(cell: Cell, result: dict[str, Any] | None) -> Row:
-    """One flat line per cell; empty where the cell was not run or the paper has no figure."""
+    """Return one flat line per cell, with None where the cell was not run or the paper has no figure."""
     score, trained = (result["utility"], result["train"]) if result else ({}, {})
     ours = score.get("accuracy")
     return {
@@ -216,9 +225,9 @@ def show_accuracies(rows: list[Row]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of the paper. `cells(full)` lists its figures; `note(full)` says honestly how they were made.
+    """A table of the paper. `cells(full)` lists its figures, and `note(full)` states how they were made.
 
-    A table whose lines are not its cells brings its own `rows` (of cells, and results by a cell's name) and `markdown`.
+    A table whose lines are not its cells defines `rows` (a function of cells and results by name) and `markdown`.
     """
 
     title: str
@@ -228,6 +237,6 @@ class Table:
     rows: Callable[[list[Cell], Results], list[Row]] = rows_of_accuracies
     markdown: Callable[[list[Row]], str] = show_accuracies
     plot: Callable[[list[Row], str, Path], None] = plot_bars
-    shares_runs: bool = False  # with other tables: what one has trained the others find
-    measured: tuple[str, ...] = ()  # a kept cell without one of these is scored again
-    kept_as: str | None = None  # under which name its cells are kept, where another table has the same ones
+    shares_runs: bool = False  # with other tables, so that equal runs are trained once
+    measured: tuple[str, ...] = ()  # keys of scores: a kept cell without one of them is scored again
+    kept_as: str | None = None  # the name of another table that has the same cells and keeps them

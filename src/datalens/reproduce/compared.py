@@ -1,4 +1,4 @@
-"""The methods that the paper's tables compare, by the names it prints: how each is run, in full and on two cores."""
+"""The methods that the paper's tables compare, by their printed names, and their options in full and quick mode."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ METHODS: dict[str, dict[str, Any]] = {
     OURS: {"method": "datalens"},
     ALONE: {"method": "datalens", "warm_start": "off"},
 }
-# Of CelebA, what was at hand is 37,540 faces: ten epochs of them. Full-sized critics by the thousand take hours there.
+# Ten epochs of the 37,540 faces of CelebA that were available; a thousand full-size critics would take hours on them.
 FACES: dict[str, dict[str, Any]] = {"DC-GAN": {"steps": 6_000}, "GS-WGAN": {"teachers": 100, "steps": 5}}
-# A quick look on two cores: few teachers of the compact kind, and few steps. Noise is not scaled down with them.
+# Quick mode, on two cores: few compact teachers and few steps. Noise is not scaled down with them.
 FEW_TEACHERS: dict[str, Any] = {"teachers": 40, "network": "compact", "steps": 6}
 FEW_COSINES: dict[str, Any] = {"teachers": 500, "steps": 20}
 QUICK: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ DATA = {
 
 
 def options(name: str, dataset: str, epsilon: float, *, full: bool) -> dict[str, Any]:
-    """For TrainOptions."""
+    """Return the options of a method for TrainOptions."""
     common = {"data": DATA[dataset], "epsilon": float(epsilon), "delta": 1e-5}
     if not full:
         return common | METHODS[name] | QUICK[name]
@@ -69,4 +69,5 @@ def options(name: str, dataset: str, epsilon: float, *, full: bool) -> dict[str,
 
 
 def said(full: bool) -> str:
+    """Return the note on how the methods were run."""
     return FULL_SAID if full else QUICK_SAID

@@ -1,6 +1,6 @@
-"""Tables 8-11 and Figure 3 (Appendix A): DP-SGD with TopAgg beside plain DP-SGD, on MNIST and CIFAR-10.
+"""Tables 8-11 and Figure 3 (Appendix A): DP-SGD with TopAgg compared with plain DP-SGD, on MNIST and CIFAR-10.
 
-All of them are made of the same trainings (`dpsgd_runs`), so what one has run the others find.
+All of them share the same trainings (`dpsgd_runs`), so a training that one has run is not run again by the others.
 """
 
 import math
@@ -21,7 +21,7 @@ from datalens.reproduce.kept import kept_in, made_in
 
 Line = output.Row
 
-# --- what the paper prints; accuracies in percent -------------------------------------------------------------------
+# --- the paper's printed values; accuracies in percent --------------------------------------------------------------
 
 GM_DP = 1.0  # k of plain DP-SGD
 TITLES = {
@@ -69,7 +69,7 @@ TABLE9_DIM: dict[float, dict[float, tuple[float, float]]] = {
     0.1: {0.2: (83.65, 0.73), 0.4: (85.59, 1.39), 0.6: (86.41, 0.70)},
     0.2: {0.2: (89.10, 1.22), 0.4: (90.48, 0.73), 0.6: (89.30, 0.74)},
 }
-# (compression, noise) → ε → mean, spread; a cell the text at hand does not have is missing.
+# (compression, noise) → ε → mean, spread; cells that our copy of the paper lacks are missing.
 TABLE10: dict[tuple[str, str], dict[float, tuple[float, float]]] = {
     ("NormTopK", "σ²C²"): {0.1: (83.86, 1.49), 1.0: (94.95, 0.25)},
     ("NormTopK", "kσ²C²"): {0.1: (85.88, 1.97), 1.0: (95.42, 0.20)},
@@ -99,27 +99,29 @@ TABLE11: dict[tuple[str, float], dict[float, tuple[float, float, int, float]]] =
     },
 }  # fmt: skip
 
-MOST_STEPS = 10_000  # of a candidate that is not the only one
+MOST_STEPS = 10_000  # candidates with more steps are skipped, unless there is no other
 
-# --- which settings -------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------------------------
 
-_SEARCH_SEEDS = (1000, 1001)  # of the search, on held-out records; the figures come from others
+_SEARCH_SEEDS = (1000, 1001)  # seeds of the search on held-out records; the figures use others
 
 
 def printed(data: str, epsilon: float, k: float, selector: str) -> list[Setting]:
-    """The paper's setting for this ε, where Table 11 has it; else those of the nearest ε it has. Of plain DP-SGD for
-    `dim`, of which it has none."""
+    """Return the paper's setting for this ε from Table 11, or those of the nearest ε that it has.
+
+    For the selector `dim`, which it does not have, they are the settings of plain DP-SGD.
+    """
     table = {e: settings[k if selector == "norm" else GM_DP] for (name, e), settings in TABLE11.items() if name == data}
     if epsilon in table:
-        near = [table[epsilon]]
+        nearest = [table[epsilon]]
     elif math.isinf(epsilon):
-        near = [table[max(table)]]
+        nearest = [table[max(table)]]
     else:
         below, above = [e for e in table if e < epsilon], [e for e in table if e > epsilon]
-        near = [table[e] for e in (*below[-1:], *above[:1])]
+        nearest = [table[e] for e in (*below[-1:], *above[:1])]
     return [
         Setting(**_kind(data, epsilon, k, selector), clip=c, batch=b, rate=r, **_length(data, epsilon, b, sigma))
-        for c, sigma, b, r in near
+        for c, sigma, b, r in nearest
     ]
 
 
@@ -128,14 +130,14 @@ def _kind(data: str, epsilon: float, k: float, selector: str) -> dict[str, Any]:
 
 
 def _length(data: str, epsilon: float, batch: int, sigma: float) -> dict[str, Any]:
-    """σ, which decides the steps; without noise, fifteen epochs."""
+    """Return σ, which decides the number of steps; without noise, the steps of fifteen epochs."""
     if math.isinf(epsilon):
         return {"steps": round(15 * SIZES[data] / batch)}
     return {"sigma": sigma}
 
 
-# Our own, beside the paper's: clip, batch, learning rates, and steps at ε = 1. On MNIST at a clip norm that all
-# gradients reach, and at one that few do, for which it takes large batches.
+# Our own grid, besides the paper's settings: clip, batch, learning rates, and steps at ε = 1. On MNIST all gradients
+# exceed one of the clipping norms, and few exceed the other, which needs large batches.
 _OWN: dict[str, tuple[tuple[float, int, tuple[float, ...], int], ...]] = {
     "mnist": ((0.3, 2048, (6.0, 12.0), 900), (8.0, 4096, (0.6,), 600)),
     "cifar10": ((1.0, 1024, (0.05, 0.2, 0.8), 1500),),
@@ -143,28 +145,28 @@ _OWN: dict[str, tuple[tuple[float, int, tuple[float, ...], int], ...]] = {
 
 
 def _own_steps(data: str, epsilon: float, at_one: int) -> int:
-    """All steps together go as far as noise lets them: about proportional to ε."""
+    """Return the number of steps: about proportional to ε, as noise limits how far all steps together can go."""
     if data == "mnist":
         return round(at_one * min(1.0, max(0.05, epsilon)))
     return next(steps for most, steps in ((0.1, at_one // 5), (0.4, at_one * 2 // 5), (INF, at_one)) if epsilon <= most)
 
 
 def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode") -> list[Setting]:
-    """What is searched for the best: a small grid of our own, and the paper's."""
+    """Return the settings among which the best is searched: a small grid of our own, and the paper's."""
     kind = _kind(data, epsilon, k, selector)
     if mode.steps is not None:
         return [Setting(**kind, **mode.fixed[data], steps=mode.steps, records=mode.records[data])]
-    own = [
+    ours = [
         Setting(**kind, clip=c, batch=b, rate=r, steps=_own_steps(data, epsilon, steps), falls=data == "mnist")
         for c, b, rates, steps in _OWN[data]
         for r in rates
     ]
-    return own + printed(data, epsilon, k, selector)
+    return ours + printed(data, epsilon, k, selector)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """Full: all of it. Quick: few steps, of fixed settings, on two cores."""
+    """What is run: everything in full mode; in quick mode few steps with fixed settings, for two cores."""
 
     full: bool
     seeds: tuple[int, ...]
@@ -198,7 +200,7 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A cell as it is shown: mean and spread over seeds, in percent, of averaged weights; and how it came about."""
+    """The figure of a cell: mean and spread over seeds in percent, with averaged weights, and its setting and runs."""
 
     setting: Setting
     mean: float
@@ -210,53 +212,61 @@ Cell = tuple[str, float, float, str, AccountantName]  # data, ε, k, selector, a
 
 
 def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidates) -> dict[Cell, Figure | None]:
-    """Each cell's figure, of the best of its candidates; None where no noise reaches its ε, or nothing is kept."""
+    """Return the figure of each cell, with the best of its candidate settings.
+
+    It is None where no noise reaches the cell's ε, or where nothing is kept and nothing is run.
+    """
     cells = list(dict.fromkeys(cells))
     choices = {cell: _possible(lab, mode, cell, choose) for cell in cells}
     tried = lab.all(
         (replace(s, held_out=True), seed)
-        for found in choices.values()
-        if len(found) > 1
-        for s in found
+        for settings in choices.values()
+        if len(settings) > 1
+        for s in settings
         for seed in _SEARCH_SEEDS
     )
-    kept = {} if lab.trains else lab.all((s, seed) for found in choices.values() for s in found for seed in mode.seeds)
+    kept = {}
+    if not lab.trains:
+        kept = lab.all((s, seed) for settings in choices.values() for s in settings for seed in mode.seeds)
 
     def score(s: Setting) -> tuple[bool, int, float]:
-        """On records held out of training: the test set chooses nothing. Of what is kept, ours with most seeds."""
-        asked = replace(s, held_out=True)
-        shares = [tried[asked, seed]["averaged"] for seed in _SEARCH_SEEDS if (asked, seed) in tried]
+        """Return the rank of a setting: its accuracy on records held out of training, not on the test set.
+
+        Among kept trainings, the setting of ours with most seeds comes first.
+        """
+        held_out = replace(s, held_out=True)
+        accuracies = [tried[held_out, seed]["averaged"] for seed in _SEARCH_SEEDS if (held_out, seed) in tried]
         seeds = sum(key[0] == s for key in kept)
         ours = s not in printed(s.data, s.epsilon, s.k, "dim" if s.selector == "dim" else "norm")
-        return seeds > 0, seeds * ours, statistics.mean(shares) if shares else 0.0
+        return seeds > 0, seeds * ours, statistics.mean(accuracies) if accuracies else 0.0
 
-    best = {cell: max(found, key=score) for cell, found in choices.items() if found}
+    best = {cell: max(settings, key=score) for cell, settings in choices.items() if settings}
     done = kept or lab.all((s, seed) for s in best.values() for seed in mode.seeds)
     return {cell: _figure(best[cell], mode, done) if cell in best else None for cell in cells}
 
 
 def _possible(lab: Lab, mode: Mode, cell: Cell, choose: Any) -> list[Setting]:
-    """The settings of a cell that some noise is enough for, and that take not too long."""
-    found: list[Setting] = []
+    """Return the settings of a cell for which some noise is enough, and which do not take too many steps."""
+    possible: list[Setting] = []
     if not lab.trains and choose is candidates:
         kind = _kind(*cell[:4]) | {"accountant": cell[4], "noise": "bound", "held_out": False}
         theirs = printed(*cell[:4])
         mine = [s for s in lab.kept() if all(getattr(s, name) == value for name, value in kind.items())]
-        return sorted(mine, key=theirs.__contains__)  # the paper's last: they are shown in a column of their own
-    for asked in choose(*cell[:4], mode):
-        setting = replace(asked, accountant=cell[4])
+        return sorted(mine, key=theirs.__contains__)  # the paper's last: they have a column of their own
+    for candidate in choose(*cell[:4], mode):
+        setting = replace(candidate, accountant=cell[4])
         try:
             steps = setting.solved().steps if lab.trains else 0
         except BudgetExceeded as error:
             say(f"{cell[0]}, epsilon {cell[1]:g}, {cell[4]}: {error}")
             continue
-        if choose is not candidates or not found or (steps or 0) <= MOST_STEPS:
-            found.append(setting)
-    return found
+        if choose is not candidates or not possible or (steps or 0) <= MOST_STEPS:
+            possible.append(setting)
+    return possible
 
 
 def as_printed(lab: Lab, mode: Mode, cells: Iterable[Cell]) -> dict[Cell, Figure | None]:
-    """The same at the paper's own settings, for those cells whose settings it prints; only in full mode."""
+    """Return the figures at the paper's settings, for cells whose settings it prints; in full mode only."""
     known = [cell for cell in cells if mode.full and cell[:2] in TABLE11 and cell[3] == "norm"]
     return figures(lab, mode, known, lambda data, epsilon, k, selector, _: printed(data, epsilon, k, selector))
 
@@ -313,7 +323,7 @@ def _line(
 
 
 def _each(figure: Figure | None, key: str) -> list[str]:
-    """What the trainings have under a key, seed by seed; nothing for the first that were kept."""
+    """Return the values of a key, seed by seed; empty texts for the oldest trainings, which lack some keys."""
     return [run.get(key, "") for run in figure.runs] if figure else []
 
 
@@ -339,17 +349,17 @@ def table9(lab: Lab, mode: Mode) -> list[Line]:
     epsilons = tuple(TABLE9_DIM) if mode.full else (0.2,)
     cells: list[Cell] = [("mnist", e, k, "norm", "prv") for e in epsilons for k in mode.ks]
     cells += [("mnist", e, k, "dim", "prv") for e in epsilons for k in ((0.2, 0.4, 0.6) if mode.full else (0.4,))]
-    found = figures(lab, mode, cells)
+    ours = figures(lab, mode, cells)
     lines = []
     for cell in sorted(cells, key=lambda c: c[1]):
         _, e, k, selector, _ = cell
         paper = TABLE8["mnist", e].get(k) if selector == "norm" else TABLE9_DIM[e][k]
-        lines.append(_line(_title("mnist", e), _method(k, selector), paper, found[cell]))
+        lines.append(_line(_title("mnist", e), _method(k, selector), paper, ours[cell]))
     return lines
 
 
 def table10(lab: Lab, mode: Mode) -> list[Line]:
-    """C, σ and steps of TopAgg at this ε, in every cell."""
+    """Return the lines of Table 10. All cells of an ε have the C, σ and steps of TopAgg at this ε."""
     lines, k = [], 0.8
     for epsilon in (0.1, 1.0) if mode.full else (1.0,):
         cell: Cell = ("mnist", epsilon, k, "norm", "prv")
@@ -371,12 +381,12 @@ def table10(lab: Lab, mode: Mode) -> list[Line]:
 
 
 def table11(lab: Lab, mode: Mode) -> list[Line]:
-    """The printed settings; in quick mode nothing is trained: what they cost, and how many steps that buys."""
+    """Return the lines of Table 11, the printed settings. Quick mode trains nothing and only computes their steps."""
     keys = [key for key in TABLE11 if mode.full or key[0] == "mnist"]
     if mode.full:
         cells: list[Cell] = [(data, e, k, "norm", "prv") for data, e in keys for k in KS]
-        found = as_printed(lab, mode, cells)
-        return [_line(_title(c[0], c[1]), _method(c[2]), TABLE8[c[:2]][c[2]], found[c]) for c in cells]
+        ours = as_printed(lab, mode, cells)
+        return [_line(_title(c[0], c[1]), _method(c[2]), TABLE8[c[:2]][c[2]], ours[c]) for c in cells]
     lines = []
     for data, e in keys:
         for k in mode.ks:
@@ -389,13 +399,13 @@ def table11(lab: Lab, mode: Mode) -> list[Line]:
 
 
 def figure3(lab: Lab, mode: Mode) -> list[Line]:
-    """Table 8, and DPDL: plain DP-SGD whose steps are priced by the moments bound of 2016."""
+    """Return the lines of Table 8, and of DPDL: plain DP-SGD priced by the moments accountant of 2016."""
     lines = table8(lab, mode)
     cells: list[Cell] = [
         (data, e, GM_DP, "norm", "moments") for data in ("mnist", "cifar10") for e in mode.epsilons(data) if e < INF
     ]
-    found = figures(lab, mode, cells)
-    return lines + [_line(_title(c[0], c[1]), "DPDL (GM-DP by moments)", None, found[c]) for c in cells]
+    ours = figures(lab, mode, cells)
+    return lines + [_line(_title(c[0], c[1]), "DPDL (GM-DP by moments)", None, ours[c]) for c in cells]
 
 
 TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
@@ -404,7 +414,7 @@ TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
 
 
 def reproduce(name: str, *, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run what is missing, then write the table. Return where everything is. `stored`: run nothing, see `harness`."""
+    """Run missing trainings, then write the table. Return its paths. `stored`: run nothing, see `harness`."""
     from datalens.driver import choose_device
 
     place, mode = kept_in("dpsgd", full=full, out=out, stored=stored), Mode.of(full)
@@ -419,7 +429,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, stored: Path | N
         workers = max(1, min(8, cores // 2)) if where.startswith("cuda") else min(2, cores)
         if name != "table11" or full:
             for data in ("mnist",) if name in ("table9", "table10") else ("mnist", "cifar10"):
-                load(data, mode.records[data], where)  # fetched, and its features cached, once
+                load(data, mode.records[data], where)  # fetch the data and cache its features once, for all workers
         lines = TABLES[name](Lab(place, where, workers=workers), mode)
     return output.write(
         name, TITLES[name], folder, full=full, rows=lines, text=f"{note(full)}\n\n{_markdown(lines)}",
@@ -428,7 +438,7 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, stored: Path | N
     )  # fmt: skip
 
 
-# --- how they are shown ---------------------------------------------------------------------------------------------
+# --- the output -----------------------------------------------------------------------------------------------------
 
 
 def note(full: bool) -> str:
@@ -479,7 +489,7 @@ def _markdown(lines: list[Line]) -> str:
 
 
 def _plot(name: str, lines: list[Line], path: Path) -> None:
-    """Figure 3's panels: accuracy against ε, ours as lines, the paper's as crosses."""
+    """Draw Figure 3's panels: accuracy against ε, ours as lines, the paper's as crosses."""
     from matplotlib.figure import Figure
 
     def epsilon(line: Line) -> float:
@@ -498,13 +508,13 @@ def _plot(name: str, lines: list[Line], path: Path) -> None:
     columns = list(dict.fromkeys(r["column"] for _, rows in panels for r in rows))
     for place, (title, rows) in zip(axes[0], panels, strict=True):
         for column in dict.fromkeys(r["column"] for r in rows):
-            own = sorted((r for r in rows if r["column"] == column), key=epsilon)
-            at = [epsilon(r) for r in own]
+            line = sorted((r for r in rows if r["column"] == column), key=epsilon)
+            at = [epsilon(r) for r in line]
             colour = f"C{columns.index(column)}"  # the same in every panel
             place.errorbar(
-                at, [r["ours"] for r in own], [r["spread"] for r in own], fmt="o-", ms=3, color=colour, label=column
+                at, [r["ours"] for r in line], [r["spread"] for r in line], fmt="o-", ms=3, color=colour, label=column
             )
-            printed = [(e, r["paper"]) for e, r in zip(at, own, strict=True) if r["paper"] is not None]
+            printed = [(e, r["paper"]) for e, r in zip(at, line, strict=True) if r["paper"] is not None]
             if printed:
                 place.plot(*zip(*printed, strict=True), "x", color=colour)
         place.set(

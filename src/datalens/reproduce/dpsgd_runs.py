@@ -1,7 +1,7 @@
-"""One training of DP-SGD, and many of them: of which Tables 8-11 and Figure 3 are made.
+"""Trainings with DP-SGD, from which Tables 8-11 and Figure 3 are made.
 
-Every training is a run of its own, charged to its ledger before its noise, with a release and its certificate; what is
-shown of it is kept as one line of JSON.
+Every training is a run of its own, which charges its ledger before it adds noise, with a release and a certificate. Its
+results are kept as one line of JSON.
 """
 
 import concurrent.futures
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 INF = math.inf
 DELTA = 1e-5
 SIZES = {"mnist": 60_000, "cifar10": 50_000}
-QUICK_SIDE = 112  # pixels of what the extractor sees in quick mode
+QUICK_SIDE = 112  # side of the extractor's input images in quick mode, in pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How one cell is trained. Of `sigma` and `steps` one may be None: solved for where it is trained."""
+    """The settings of one training. One of `sigma` and `steps` may be None, and is then computed from the other."""
 
     data: str
     epsilon: float
@@ -50,12 +50,16 @@ class Setting:
     steps: int | None = None
     noise: Literal["bound", "clip", "none"] = "bound"  # what σ multiplies; the paper's Table 10 has all three
     accountant: AccountantName = "prv"
-    falls: bool = False  # the learning rate, to nothing
-    records: int | None = None  # quick: so many of the training records only
-    held_out: bool = False  # scored on a sixth of the training records, which it is not trained on: for the search
+    falls: bool = False  # whether the learning rate falls to zero
+    records: int | None = None  # number of training records to use (quick mode); None: all
+    held_out: bool = False  # for the search: leave out a sixth of the training records, and score on them
 
     def solved(self) -> "Setting":
-        """With σ and steps, by public facts. Raises where no noise is enough."""
+        """Return the setting with both σ and steps, computed from public facts.
+
+        Raises:
+            BudgetExceeded: no noise is enough for this ε.
+        """
         if self.sigma is not None and self.steps is not None:
             return self
         from datalens.gradients.optimizer import plan_steps
@@ -74,7 +78,7 @@ class Setting:
 
     @classmethod
     def parse(cls, fields: dict[str, str]) -> "Setting":
-        """From a training that was kept, which has them as text."""
+        """Return the setting of a kept training, whose fields are texts."""
         words = {"inf": INF, "None": None, "True": True, "False": False}
 
         def value(text: str) -> Any:
@@ -94,7 +98,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """A file name: whatever is set decides it."""
+        """Return a file name, which is a function of all fields."""
         fields = json.dumps({key: str(value) for key, value in asdict(self).items()}, sort_keys=True)
         digest = hashlib.sha256(fields.encode()).hexdigest()[:12]
         return f"{self.data}-eps{self.epsilon:g}-{self.selector}{self.k:g}-{digest}"
@@ -105,7 +109,7 @@ class Setting:
 
 @functools.lru_cache(maxsize=2)
 def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, Tensor, Tensor, Schema, SgdSettings]":
-    """Records as a model sees them: pixels, or cached features. The settings say which."""
+    """Return training and test records as the model's inputs (pixels, or cached features), schema and settings."""
     import torch
 
     from datalens.data import formats
@@ -113,8 +117,8 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
 
     parts: list[Tensor] = []
     for split, most in (("train", records), ("test", None if records is None else 1000)):
-        found = formats.load(name, split)
-        images, labels = found.images[:most], found.labels[:most]
+        dataset = formats.load(name, split)
+        images, labels = dataset.images[:most], dataset.labels[:most]
         if name == "cifar10":
             extractor = features.find(features.DEFAULT)
             if records is not None:
@@ -124,7 +128,7 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
             x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         parts += [x.to(device), torch.from_numpy(labels).to(device)]
     shown = features.DEFAULT if records is None else f"{features.DEFAULT} at {QUICK_SIDE} pixels"
-    public = replace(found.schema, nominal_size=records or found.schema.nominal_size)
+    public = replace(dataset.schema, nominal_size=records or dataset.schema.nominal_size)
     linear = name == "cifar10"
     about = SgdSettings(
         method="dpsgd", preset="reproduce", seed=0, noise_seeded=False, noise="gaussian",
@@ -136,7 +140,7 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
 
 
 def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any]:
-    """Train once, in `folder`. `seed` is of the first weights; samples and noise are the operating system's."""
+    """Train once, in `folder`. `seed` decides the initial weights; samples and noise are the operating system's."""
     import torch
 
     from datalens.bounded.norm_topk import NormTopK
@@ -189,13 +193,13 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         "run": folder.name,
         "date": datetime.now(UTC).date().isoformat(),
         "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
-        "averaged": accuracy(trainer.average, tx, ty),  # of a mean in which late ones weigh most
+        "averaged": accuracy(trainer.average, tx, ty),  # of a weighted mean, in which late weights count most
         "epsilon_spent": str(spent),
         "delta": DELTA,
         "relation": "add-remove",
         "accountant": budget.accountant,
         "private": sigma > 0,
-        "sigma": 0.0 if s.noise == "none" else s.sigma,  # as in Table 10; a certificate's multiplies what rows keep to
+        "sigma": 0.0 if s.noise == "none" else s.sigma,  # as in Table 10; a certificate's σ multiplies the rows' bound
         "steps": steps,
         "extractor": about.extractor,
         "certificate_sha256": certificate["sha256"]["certificate"],
@@ -205,45 +209,49 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
 
 
 def _vacant(folder: Path) -> Path:
-    """This, or its name with a number: what a training that was broken off has spent stays on record."""
+    """Return a folder that does not exist: this one or a numbered one.
+
+    The ledger of an interrupted training stays, since its charges were spent.
+    """
     tries = itertools.chain([folder], (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(2)))
     return next(place for place in tries if not place.exists())
 
 
 class Lab:
-    """Trainings that are done, and those that are wanted: several at once, each kept when it ends.
+    """Runs trainings, several at a time, and keeps each when it ends. Trainings that are kept are not run again.
 
-    One that does not train shows what is kept, and of the rest that it was not run.
+    With `trains=False` it runs none and returns kept trainings only.
     """
 
     def __init__(self, path: Path, device: str, *, workers: int, trains: bool = True) -> None:
         self._path, self._device, self._workers, self.trains = path, device, workers, trains
 
     def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
+        """Return the results of these trainings, (setting, seed), after running those that are missing."""
         jobs = {job: f"{job[0].name}-seed{job[1]}" for job in wanted}
         done = read_cells(self._path)
-        found = {job: done[name] for job, name in jobs.items() if name in done}
-        missing = [job for job in jobs if job not in found]
+        results = {job: done[name] for job, name in jobs.items() if name in done}
+        missing = [job for job in jobs if job not in results]
         if not missing or not self.trains:
-            return found
+            return results
         with bar("trainings", len(missing)) as (progress, task):
 
             def keep(job: tuple[Setting, int], result: dict[str, Any]) -> None:
-                found[job] = keep_cell(self._path, jobs[job], result)
+                results[job] = keep_cell(self._path, jobs[job], result)
                 progress.advance(task)
 
             runs = self._path.parent / "runs"
             if self._workers == 1:
                 for job in missing:
                     keep(job, run(*job, self._device, runs / jobs[job]))
-                return found
-            context = multiprocessing.get_context("spawn")  # CUDA and forks do not agree
+                return results
+            context = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
             with concurrent.futures.ProcessPoolExecutor(self._workers, mp_context=context) as pool:
                 pending = {pool.submit(run, *job, self._device, runs / jobs[job]): job for job in missing}
                 for ended in concurrent.futures.as_completed(pending):
                     keep(pending[ended], ended.result())
-        return found
+        return results
 
     def kept(self) -> list[Setting]:
-        """The settings of what is kept, each once."""
+        """Return the settings of kept trainings, each once."""
         return list(dict.fromkeys(Setting.parse(cell["setting"]) for cell in read_cells(self._path).values()))

@@ -1,8 +1,8 @@
 """Figure 2: ε against the number of queries, by the data-independent and the data-dependent bound, up to ε = 1.
 
-The votes are those of a real training run, noise and ledger included. `privacy/bounds.py` looks at each sum of votes
-before the noise and hands out the analysis alone; the run neither knows nor changes. What comes out depends on the
-data: it is for the owner, and every output says so.
+The votes are those of a real training run, with noise and ledger. `privacy/bounds.py` reads each sum of votes before
+noise is added and returns the analysis alone; the run is not changed by it. The results depend on the data, so they are
+for the owner, and every output says so.
 """
 
 import math
@@ -38,7 +38,7 @@ COST = f"δ = {DELTA:g}, add-remove"
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel of the figure: how its votes come about, and how that differs from the paper."""
+    """One panel of the figure: the run that its votes come from, and how that differs from the paper."""
 
     name: str
     data: str
@@ -46,11 +46,12 @@ class Panel:
     how: str
 
 
-# The paper's noise, which Theorem 5 is about. Ours is rounded to whole votes: the threshold is off by half a vote.
+# The paper's continuous noise, for which Theorem 5 holds. Ours is rounded to integers: the threshold is off by half.
 _PRINTED: dict[str, Any] = {"method": "datalens-paper", "epsilon": EPSILON, "delta": DELTA, "noise": "gaussian"}
-# On two cores: the paper's N, k, σ and β, but teachers over all 784 cosines, not convolutional ones, and few steps.
+# On two cores: the paper's N, k, σ and β, but spectral teachers over all 784 cosines instead of convolutional ones, and
+# few steps.
 _QUICK_MNIST = {"sigma": 5000.0, "beta": 0.7, "network": "spectral", "basis": "dct", "basis_size": 784, "k": 200}
-# Of the faces not even the number of teachers is affordable; β stays, so the threshold falls with N.
+# For faces, even the number of teachers is reduced; β stays, so the threshold falls with N.
 _QUICK_FACES = {"sigma": 9000.0, "beta": 0.9, "teachers": 10}
 
 
@@ -78,12 +79,12 @@ def panels(full: bool) -> list[Panel]:
     ]
 
 
-# The paper says that these behave as the two it plots. What no votes could change needs no votes to be known.
+# The paper says that these data sets behave like the two that it plots. For them we compute what holds for any votes.
 ALIKE = {"Fashion-MNIST": "fashion-mnist", "CelebA-Gender": "celeba-gender"}
 
 
 def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run what is missing, then write the figure. Return where everything is. `stored`: run nothing, see `harness`."""
+    """Run missing panels, then write the figure. Return its paths. `stored`: run nothing, see `harness`."""
     from datalens.data.named import sources
 
     place = kept_in("figure2", full=full, out=out, stored=stored)
@@ -91,19 +92,19 @@ def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None)
     folder.mkdir(parents=True, exist_ok=True)
     shown, left_out = [], []
     for panel in panels(full):
-        found = kept(place, panel.data, {"options": panel.options})
-        if found is None and stored is not None:
+        measured = kept(place, panel.data, {"options": panel.options})
+        if measured is None and stored is not None:
             left_out.append(f"{panel.name}: not run")
-        elif found is None and not sources.downloadable(panel.data) and not sources.cached(panel.data):
+        elif measured is None and not sources.downloadable(panel.data) and not sources.cached(panel.data):
             left_out.append(
                 f"{panel.name}: left out, its data is not on this machine (docs/data.md says where to put it)"
             )
             say(left_out[-1])
         else:
-            if found is None:
-                say(f"{panel.name}: the votes of a run of its own")
-                found = keep_cell(place, panel.data, _measure(panel, folder, device))
-            shown.append(found)
+            if measured is None:
+                say(f"{panel.name}: running a training to measure its votes")
+                measured = keep_cell(place, panel.data, _measure(panel, folder, device))
+            shown.append(measured)
     others = [other for other in alike() if other["name"] not in {panel["name"] for panel in shown}]
     facts = {"delta": DELTA, "relation": "add-remove", "warning": bounds.WARNING}
     content = facts | {"left_out": left_out, "whatever_the_votes": others}
@@ -124,7 +125,7 @@ def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None)
 
 
 class Watched:
-    """A crowd whose sums of votes are looked at on their way to the gate. The run sees no difference."""
+    """A crowd that passes each sum of votes to `look` before the gate gets it. The run is not changed by it."""
 
     def __init__(self, crowd: "Crowd", look: "Callable[[BoundedSum], None]") -> None:
         self._crowd = crowd
@@ -140,12 +141,12 @@ class Watched:
 
 
 def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
-    """One panel: train, look, and keep the analysis. The run itself is thrown away: it is nobody's release."""
-    seen: list[bounds.Analysis] = []
+    """Train, and analyse the votes of each step. The run itself is deleted, without a release."""
+    analyses: list[bounds.Analysis] = []
 
     def look_with(settings: TopAggSettings) -> "Callable[[BoundedSum], None]":
         at = {"k": settings.k, "threshold": settings.beta * settings.teachers, "sigma": settings.sigma}
-        return lambda votes: seen.append(bounds.analyse(votes, **at))  # type: ignore[arg-type]
+        return lambda votes: analyses.append(bounds.analyse(votes, **at))  # type: ignore[arg-type]
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as place:
         options = TrainOptions(out=Path(place) / "run", data=panel.data, device=device, **panel.options)
@@ -156,7 +157,7 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
         "how": panel.how,
         "date": datetime.now(UTC).date().isoformat(),
         "warning": bounds.WARNING,
-        **summary(seen, settings),
+        **summary(analyses, settings),
     }
 
 
@@ -165,9 +166,15 @@ def watched_run(
     look_with: "Callable[[TopAggSettings], Callable[[BoundedSum], None]]",
     compress_with: "Callable[[Compress], Compress] | None" = None,
 ) -> TopAggSettings:
-    """What `datalens train` does, up to the release, with someone who looks at the votes.
+    """Do what `datalens train` does, without a release, and pass each sum of votes to a function.
 
-    `compress_with`: may look at the gradients that go into them, too; any votes will do then.
+    Args:
+        options: the options of the run.
+        look_with: returns the function that gets each sum of votes, given the settings.
+        compress_with: wraps the compressor, to read gradients too. With it, votes of any kind are accepted.
+
+    Returns:
+        The settings of the run.
     """
     from datalens.data import formats
     from datalens.methods import topagg
@@ -185,7 +192,7 @@ def watched_run(
     budget, settings = make_plan(options, records.schema)
     assert isinstance(settings, topagg.TopAggSettings)
     if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
-        raise ValueError("Theorem 5 is about votes that are thresholded: nothing else has a likely outcome")
+        raise ValueError("Theorem 5 holds for thresholded votes only: use decode 'threshold' and signed votes")
     with World.start(options.device) as world:
         shares = topagg.gather(records, settings, Place(device=world.device, folder=options.out, world=world))
         check_enough(shares.count, settings.teachers)
@@ -218,7 +225,7 @@ def watched_run(
 
 
 def summary(seen: list[bounds.Analysis], settings: TopAggSettings) -> dict[str, Any]:
-    """The figures of a panel, in plain numbers; None (JSON: null) is inapplicable."""
+    """Return the figures of a panel as JSON; None means inapplicable."""
     s = settings
     log_agree = np.concatenate([analysis.log_agree for analysis in seen])
     dependent = np.concatenate([analysis.dependent for analysis in seen])
@@ -250,7 +257,10 @@ def summary(seen: list[bounds.Analysis], settings: TopAggSettings) -> dict[str, 
 
 
 def whatever_the_votes(settings: TopAggSettings) -> dict[str, Any]:
-    """What follows from the settings alone: how likely the likeliest outcome can be at most, and would have to be."""
+    """Return what follows from the settings alone, for any votes.
+
+    These are the largest possible probability of the likeliest outcome, and the probability that Theorem 4 needs.
+    """
     s, d = settings, settings.basis_size
     applies, pays = bounds.needed_agreement(k=s.k, sigma=s.sigma)
     ceiling = bounds.most_agreement(d, k=s.k, teachers=s.teachers, threshold=s.beta * s.teachers, sigma=s.sigma)
@@ -265,17 +275,17 @@ def whatever_the_votes(settings: TopAggSettings) -> dict[str, Any]:
 
 
 def alike() -> list[dict[str, Any]]:
-    """The sets that are not plotted, by the settings that the paper prints for them."""
+    """Return the same for data sets that the paper does not plot, with the settings that it prints for them."""
     from datalens.data.named import sources
     from datalens.plans.registry import make_plan
 
-    found = []
+    facts = []
     for name, data in ALIKE.items():
         options = TrainOptions(out=Path(), data=data, **_PRINTED)
         _, settings = make_plan(options, sources.schema(data))
         assert isinstance(settings, TopAggSettings)
-        found.append({"name": name, **whatever_the_votes(settings)})
-    return found
+        facts.append({"name": name, **whatever_the_votes(settings)})
+    return facts
 
 
 _CURVES: dict[str, Callable[[float, float], float]] = {"rdp": rdp_epsilon, "exact": exact_epsilon}
@@ -286,7 +296,7 @@ def epsilon_by(accountant: str, mu_squared: float) -> float:
 
 
 def _most_queries(accountant: str, mu_squared: float) -> int:
-    """As many as fit into ε, each of them mu²-GDP."""
+    """Return the largest number of queries within ε, if each of them costs mu² (Gaussian DP)."""
     low, high = 0, 2**40
     while high - low > 1:
         middle = (low + high) // 2
@@ -357,7 +367,7 @@ def _percent(log10: float) -> str:
 
 
 def _plot(shown: list[dict[str, Any]], path: Path) -> None:
-    """Above: ε. Below: how likely the likeliest outcome is, and how likely it would have to be."""
+    """Draw ε above, and below the probability of the likeliest outcome with the one that Theorem 4 needs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(shown), 7.4), layout="constrained")
@@ -380,9 +390,9 @@ def _plot_epsilon(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(queries, [epsilon_by(accountant, n * mu_squared) for n in queries], color=colour, label=label)
         axes.plot([at[accountant]], [epsilon_by(accountant, at[accountant] * mu_squared)], "o", color=colour)
         axes.annotate(str(at[accountant]), (at[accountant], EPSILON), (0, -14), textcoords="offset points", ha="center")
-    found = [(p["queries"], p["data_dependent"]) for p in panel["curve"] if p["data_dependent"] is not None]
-    if found:
-        axes.plot(*zip(*found, strict=True), color="#c2410c", label="data-dependent (Theorem 4), rdp conversion")
+    dependent = [(p["queries"], p["data_dependent"]) for p in panel["curve"] if p["data_dependent"] is not None]
+    if dependent:
+        axes.plot(*zip(*dependent, strict=True), color="#c2410c", label="data-dependent (Theorem 4), rdp conversion")
     note = f"data-dependent (Theorem 4): inapplicable at {panel['queries'] - panel['applicable']} of the"
     axes.text(
         0.98,

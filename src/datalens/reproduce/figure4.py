@@ -1,6 +1,6 @@
-"""Figure 4: what the generators draw, class by class. Made from releases alone: the pictures may be handed on.
+"""Figure 4: images that the generators draw, class by class. They come from releases alone, so they may be published.
 
-A picture of CelebA shows nobody, yet is not to be committed: the set's terms forbid publishing faces.
+Pictures made from CelebA show nobody, but must not be committed: the terms of the data set forbid publishing faces.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datalens.released.synthetic import SyntheticDataset
 
 DATA = ("MNIST", "Fashion-MNIST", "CelebA-Gender")
-ACROSS = 10  # images of a class
+ACROSS = 10  # images of each class
 
 
 def cells(full: bool) -> list[Cell]:
@@ -39,7 +39,7 @@ def score(
     data_folder: Path | None,
     accuracy_real: float | None,
 ) -> dict[str, Any]:
-    """A row of pictures for each class, as PNG, which is kept beside the cell."""
+    """Return a PNG with a row of images for each class, which is kept with the cell. For arguments, see `accuracy`."""
     import numpy as np
     from PIL import Image
 
@@ -96,7 +96,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """All pictures that are there, on one sheet; but no faces, which would be published with it."""
+    """Draw all kept pictures on one sheet, except faces, which must not be published."""
     from matplotlib.figure import Figure
     from matplotlib.image import imread
 

@@ -1,7 +1,7 @@
-"""`datalens reproduce`: a table is a list of cells; what is missing is run, and all of it written.
+"""`datalens reproduce`: run the missing cells of a table or figure, and write it.
 
-Each finished cell is kept when it ends, so an interrupted table goes on where it stopped. The output is
-Markdown, CSV, JSON and a plot, with the paper's printed value beside ours.
+Each cell is kept when it ends, so an interrupted table goes on where it stopped. The output is Markdown, CSV, JSON and
+a plot, with the paper's printed values beside ours.
 """
 
 import fnmatch
@@ -51,7 +51,7 @@ def tables() -> dict[str, Table]:
 
 
 def listing() -> dict[str, str]:
-    """Return the titles of all there is, tables and figures by their numbers."""
+    """Return the titles of everything that can be reproduced, tables and figures in the order of their numbers."""
     own = runtime.TITLES | {"figure2": figure2.TITLE, "theory": theory.TITLE} | dpsgd.TITLES
     every = {name: table.title for name, table in tables().items()} | own
     order = [f"{kind}{number}" for kind in ("table", "figure") for number in range(1, 13)]
@@ -68,11 +68,23 @@ def reproduce(
     only: str | None = None,
     stored: Path | None = None,
 ) -> dict[str, Any]:
-    """Run what is missing, then write the table. Returns where everything is.
+    """Run the missing cells of a table or figure, then write it.
 
-    `data_folder`: where sets lie that cannot be downloaded. Cells whose set is neither there nor in its place at home
-    are not run, and the table says so. `only`: a pattern of cells' names; others are shown where they are finished.
-    `stored`: nothing is run; the cells are those kept in this folder.
+    Args:
+        name: what to reproduce, one of `listing()`.
+        full: the paper's sizes instead of a quick check.
+        out: the folder for runs and results.
+        device: where to compute.
+        data_folder: the folder of data sets that cannot be downloaded. Cells whose data set is neither there nor in the
+            cache are not run, and the table says so.
+        only: a pattern of the names of cells to run; other cells are shown if they are finished.
+        stored: a folder of kept cells to show; nothing is run.
+
+    Returns:
+        The paths of the output, and its rows.
+
+    Raises:
+        DatalensError: there is no such table, or the options do not fit it.
     """
     known = tables()
     if name not in listing():
@@ -81,7 +93,7 @@ def reproduce(
     if data_folder is not None:
         _check_folder(name, cells, data_folder)
     if only is not None and not any(fnmatch.fnmatch(cell.name, only) for cell in cells):
-        some = f", such as {cells[0].name}" if cells else ": it is not made of such cells"
+        some = f", such as {cells[0].name}" if cells else ": it has no cells of that kind"
         raise DatalensError(f"--cells {only} fits no cell of {name}{some}")
     if stored is not None and not stored.is_dir():
         raise DatalensError(f"--from {stored} is not a folder: docs/results is one")
@@ -102,13 +114,13 @@ def reproduce(
     for number, cell in enumerate(runnable, start=1):
         assert cell.options is not None
         data = cell.options["data"]
-        found = kept(place, cell.name, {"options": cell.asked})
-        if found is None or (stored is None and not set(table.measured) <= found.keys()):
+        result = kept(place, cell.name, {"options": cell.asked})
+        if result is None or (stored is None and not set(table.measured) <= result.keys()):
             folder_of = _folder_of(data, data_folder)
-            here = folder_of or sources.downloadable(data) or sources.cached(data)
-            if stored is not None or not here or (only is not None and not fnmatch.fnmatch(cell.name, only)):
-                if found is not None:
-                    results[cell.name] = found
+            available = folder_of or sources.downloadable(data) or sources.cached(data)
+            if stored is not None or not available or (only is not None and not fnmatch.fnmatch(cell.name, only)):
+                if result is not None:
+                    results[cell.name] = result
                 continue
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
             shared = out / f"runs-{mode}" / cell.run_name if table.shares_runs else None
@@ -120,8 +132,8 @@ def reproduce(
                 data_folder=folder_of,
                 accuracy_real=_ceiling(results, data),
             )
-            found = keep_cell(place, cell.name, result)
-        results[cell.name] = found
+            result = keep_cell(place, cell.name, result)
+        results[cell.name] = result
     rows = table.rows(cells, results)
     text = f"{table.note(full)}\n\n{table.markdown(rows)}"
     return output.write(
@@ -131,42 +143,42 @@ def reproduce(
 
 
 def _ceiling(results: Results, data: str) -> float | None:
-    """It depends on the data and the scoring alone: one cell finds it for all."""
+    """Return the accuracy with real training images, if a cell of this data set has it: it is the same for all."""
     scored = (r for r in results.values() if "utility" in r and r["options"]["data"] == data)
     return next((r["utility"]["accuracy_real"] for r in scored), None)
 
 
 def _check_folder(name: str, cells: list[Cell], folder: Path) -> None:
-    """Now, not hours later, when the first cell needs it."""
+    """Raise if the folder cannot be used, before the first cell needs it hours later."""
     if not reads_a_folder(cells):
-        raise DatalensError(f"--data-folder is for sets that cannot be downloaded; {name} reads none: leave it out")
+        raise DatalensError(f"--data-folder is for data that cannot be downloaded; {name} needs none: leave it out")
     if not folder.is_dir():
         raise DatalensError(f"--data-folder {folder} is not a folder")
 
 
 def reads_a_folder(cells: list[Cell]) -> bool:
-    """Whether any of them needs a set that cannot be downloaded."""
+    """Return whether any of the cells needs a data set that cannot be downloaded."""
     return any(not sources.downloadable(cell.options["data"]) for cell in cells if cell.options)
 
 
 def _folder_of(data: str, folder: Path | None) -> Path | None:
-    """Where a set lies in a folder that was named: in one named by its family, or right there.
+    """Return where a data set is in a folder: in a subfolder with the name of its family, or in the folder itself.
 
-    Right there it is Places365 where that layout is found, and CelebA otherwise.
+    A folder without such subfolders is taken to hold Places365 if it has that layout, and CelebA otherwise.
     """
     if folder is None or sources.downloadable(data):
         return None
     families = {sources.family(other) for other in sources.names() if not sources.downloadable(other)}
     if any((folder / family).is_dir() for family in families):
-        own = folder / sources.family(data)
-        return own if own.is_dir() else None
+        subfolder = folder / sources.family(data)
+        return subfolder if subfolder.is_dir() else None
     local = sources.CATALOGUE["places365"].local
     holds = "places365" if local is not None and local.present(folder) else "celeba"
     return folder if sources.family(data) == holds else None
 
 
 def reproduce_all(*, full: bool, out: Path, device: str, data_folder: Path | None = None) -> dict[str, Any]:
-    """Returns what was made, in how many seconds, and what failed and why."""
+    """Reproduce everything. Return what was made, in how many seconds, and what failed and why."""
     mode = "full" if full else "quick"
     out.mkdir(parents=True, exist_ok=True)
     made: dict[str, dict[str, Any]] = {}
@@ -194,6 +206,6 @@ def reproduce_all(*, full: bool, out: Path, device: str, data_folder: Path | Non
 
 
 def _if_read(name: str, data_folder: Path | None, *, full: bool) -> Path | None:
-    """A table that needs no such folder is not given one: it would refuse it."""
+    """Return the folder for a table that needs one, and None for others, which would refuse it."""
     table = tables().get(name)
     return data_folder if table is not None and reads_a_folder(table.cells(full)) else None

@@ -1,6 +1,6 @@
-"""Finished cells on disk: a file of JSON lines a table, one line a cell, sorted by name. docs/results is made of them.
+"""Finished cells on disk: a JSON-lines file for each table, with a line for each cell. docs/results has such files.
 
-A cell's picture, where it has one, is a file of its own in a folder beside: `cells.jsonl` and `cells/NAME.png`.
+Lines are sorted by name. The picture of a cell, if it has one, is a separate file: `cells.jsonl`, `cells/NAME.png`.
 """
 
 import fcntl
@@ -18,12 +18,12 @@ def made_in(name: str, *, full: bool, out: Path) -> Path:
 
 
 def kept_in(name: str, *, full: bool, out: Path, stored: Path | None = None) -> Path:
-    """Return the file of a table's cells: in the folder of what it runs, or, of what is only shown, in `stored`."""
+    """Return the file of a table's cells: in the folder of its runs or, if nothing is run, in `stored`."""
     return made_in(name, full=full, out=out) / "cells.jsonl" if stored is None else stored / f"{name}.jsonl"
 
 
 def read_cells(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the cells of a file by name, with the paths of their pictures; nothing where there is no such file."""
+    """Return the cells of a file by name, with the paths of their pictures; empty if there is no such file."""
     cells: dict[str, dict[str, Any]] = {}
     if path.exists():
         with open(path, encoding="utf-8") as file:
@@ -37,10 +37,10 @@ def read_cells(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep_cell(path: Path, name: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Add a finished cell to the file, or replace it. Return it as it is read back.
+    """Add a finished cell to the file, or replace it. Return it as `read_cells` reads it.
 
-    The file is written whole or not at all, so a kill loses no finished cell; under a lock, so several processes may
-    run cells of one table. `result["picture"]`, if there is one, is a PNG's bytes.
+    The file is replaced atomically, so a kill loses no finished cell, and under a lock, so several processes may run
+    cells of one table. `result["picture"]`, if present, is the bytes of a PNG.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if "picture" in result:
@@ -62,7 +62,7 @@ def _line(name: str, result: dict[str, Any]) -> str:
 
 
 def kept(path: Path, name: str, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the kept cell of this name, if what it says of how it was made is what is `asked` for now."""
-    found = read_cells(path).get(name, {})
-    same = all(found.get(key) == value for key, value in json.loads(json.dumps(asked)).items())
-    return found if found and same else None
+    """Return the kept cell of this name if its fields have the values in `asked`, else None."""
+    cell = read_cells(path).get(name, {})
+    same = all(cell.get(key) == value for key, value in json.loads(json.dumps(asked)).items())
+    return cell if cell and same else None

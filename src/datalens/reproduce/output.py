@@ -1,4 +1,4 @@
-"""What a table or figure of `datalens reproduce` is written as: Markdown, CSV, JSON and a plot."""
+"""Write tables and figures of `datalens reproduce` as Markdown, CSV, JSON and plots."""
 
 import csv
 import json
@@ -24,13 +24,18 @@ def write(
     lines: list[Row] | None = None,
     content: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a table as Markdown, CSV, JSON and, where `draw` is given, as a plot. Return where they are, and the rows.
+    """Write a table as Markdown, CSV, JSON and, if `draw` is given, as a plot. Return the paths and the rows.
 
     Args:
+        name: the name of the files.
+        title: the heading.
+        folder: where to write.
+        full: whether the results are of full mode.
+        rows: the lines of the table.
         text: the Markdown below the heading.
-        draw: makes the plot, at the path that it is given.
-        lines: of the CSV, where they are not the rows.
-        content: of the JSON, where it is not the rows.
+        draw: draws the plot to the path that it is given.
+        lines: the lines of the CSV, if they are not the rows.
+        content: the content of the JSON, if it is not the rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / name
@@ -59,7 +64,7 @@ def show_ours(row: dict[str, Any]) -> str:
 
 
 def show_cost(row: dict[str, Any]) -> str:
-    """What a figure of ours cost: never ε without the rest."""
+    """Return the privacy cost of a row: ε with its δ, relation and accountant."""
     spent = upwards(float(row["epsilon_spent"]), 4)
     cost = f"{spent}, {row['delta']:g}, {row['relation']}, {row['accountant']}"
     return cost + ("" if row["private"] else " NOT PRIVATE")
@@ -73,9 +78,9 @@ def plot_bars(
     label: str = "accuracy on real test images",
     high: float | None = 1.15,
 ) -> None:
-    """Paper and ours side by side, for the cells we ran; and the best that others print, where a table has it.
+    """Draw the paper's value and ours side by side for the cells that were run, and the best published if known.
 
-    A panel for each line of the paper's table, its methods one below the other.
+    There is a panel for each row of the paper's table, with its methods below each other.
     """
     from matplotlib.figure import Figure
 
@@ -100,15 +105,15 @@ def plot_bars(
     for axis in axes[-1]:
         axis.set_xlabel(label)
     if panels:
-        found = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
-        named = {name: handle for pairs in found for handle, name in pairs}
+        entries = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
+        named = {name: handle for pairs in entries for handle, name in pairs}
         figure.legend(named.values(), named.keys(), loc="outside upper right", frameon=False, ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
 
 
 def _bars(axes: Any, panel: list[dict[str, Any]], most: float) -> None:
-    """Lying, so that the names of methods can be read."""
+    """Draw horizontal bars, so that the names of methods can be read."""
     places = range(len(panel))
     beside = any(r["paper"] is not None for r in panel)
     off, width = (0.2, 0.38) if beside else (0.0, 0.7)

@@ -1,7 +1,7 @@
-"""Tables 3 and 12: Inception Score and FID of what the methods generate, ε = 1 and 10. Table 3 is Table 12's scores.
+"""Tables 3 and 12: Inception Score and FID of the methods' images, ε = 1 and 10. Table 3 has Table 12's scores only.
 
-The scores come from a classifier trained on the real set; distances from Inception-v3's features, as published, or
-from that classifier's where Inception-v3 is not at hand, and then they are not comparable with the paper's.
+The scores come from a classifier trained on the real data set. The distances use Inception-v3's features, as published;
+if Inception-v3 is not available they use that classifier's features, and are not comparable with the paper's.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ PAPER: dict[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 REAL = {"MNIST": (9.86, 1.04), "Fashion-MNIST": (9.01, 1.54), "CelebA-Gender": (1.88, 2.38)}
 QUICK = (("MNIST", 1),)
-# Of the classifier of a quick look: real images it learns from, its steps, and test images it is tested on.
+# The classifier of quick mode: numbers of its training images, of its steps, and of its test images.
 JUDGED_BY, STEPS, TESTED = 10_000, 150, 2_000
 
 
 def cells(full: bool) -> list[Cell]:
-    """A cell has both figures; the score stands for it."""
+    """Return the cells. A cell has both figures; its `paper` is the score."""
     found = []
     for dataset, epsilon in PAPER if full else QUICK:
         values: dict[str, float | None] = dict(zip(PRINTED, PAPER[dataset, epsilon][0], strict=True))
@@ -56,9 +56,11 @@ def score_and_distance(
     accuracy_real: float | None,
     distance: bool = True,
 ) -> dict[str, Any]:
-    """Return both figures of a cell, and the same of real images that the judge was not trained on.
+    """Return both figures of a cell, and those of real images that the judge was not trained on as a baseline.
 
-    Without `distance` the score alone: Inception-v3 takes half an hour of a CPU core for 10,000 images.
+    Args:
+        distance: whether to compute the distance too. Inception-v3 takes half an hour of a CPU core for 10,000 images.
+            For the other arguments, see `accuracy`.
     """
     from datalens.data import formats
     from datalens.driver import choose_device
@@ -67,30 +69,30 @@ def score_and_distance(
     from datalens.evaluate.judge import judge
 
     assert cell.options is not None
-    data, place, quick = cell.options["data"], choose_device(device), scoring.count < 10_000
+    data, chosen, quick = cell.options["data"], choose_device(device), scoring.count < 10_000
     test = formats.load(data, "test", folder=data_folder)
     if quick:
         test = dataclasses.replace(test, images=test.images[:TESTED], labels=test.labels[:TESTED])
     training = formats.load_some(data, most=JUDGED_BY if quick else 200_000, folder=data_folder)
-    learned = judge(training, test, epochs=scoring.epochs, device=place, least=STEPS if quick else None)
-    scored = inception_score(synthetic, test.images[: scoring.count], learned)
+    classifier = judge(training, test, epochs=scoring.epochs, device=chosen, least=STEPS if quick else None)
+    score = inception_score(synthetic, test.images[: scoring.count], classifier)
     if not distance:
-        return {"inception": scored.as_dict()}
+        return {"inception": score.as_dict()}
     count = min(scoring.count, len(training.images), len(test.images))
-    features = _features(learned, quick=quick)
-    far = fid(synthetic.images, training.images[:count], features, held_out=test.images[:count])
-    return {"inception": scored.as_dict(), "fid": far.as_dict()}
+    features = _features(classifier, quick=quick)
+    frechet = fid(synthetic.images, training.images[:count], features, held_out=test.images[:count])
+    return {"inception": score.as_dict(), "fid": frechet.as_dict()}
 
 
 def scoring(full: bool, *, distance: bool = True) -> Scoring:
-    """Return how cells are scored; `epochs` are those of the judge."""
+    """Return how cells are scored. `epochs` are the judge's."""
     measure = functools.partial(score_and_distance, distance=distance)
     epochs = 20 if full else 2
     return Scoring(count=10_000 if full else 2_000, epochs=epochs, seeds=1, classifier="judge", measure=measure)
 
 
 def _features(judge: "Judge", *, quick: bool) -> "Features":
-    """Inception-v3's, or where its weights are not to be had, or two cores would take too long, the judge's own."""
+    """Return Inception-v3's features, or the judge's own in quick mode and if Inception-v3's weights are missing."""
     from datalens.evaluate import features
 
     if quick:
@@ -98,7 +100,7 @@ def _features(judge: "Judge", *, quick: bool) -> "Features":
     try:
         return features.inception(judge.device)
     except DatalensError as error:
-        say(f"no Inception-v3 here ({error}): distances are in the classifier's own features")
+        say(f"Inception-v3 is not available ({error}): distances are in the classifier's own features")
         return features.own(judge)
 
 
@@ -123,15 +125,16 @@ def rows_of_both(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[
 
 
 def _rows(cells: list[Cell], results: dict[str, dict[str, Any]], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A line for each figure: first that of real data, then the methods'."""
+    """Return a line for each figure, that of real data first."""
     lines = []
     for row in dict.fromkeys(cell.row for cell in cells):
         dataset, epsilon = row.split(" ε=")
         mine = [cell for cell in cells if cell.row == row]
         for number, kind in enumerate(kinds):
-            found = [results[cell.name] for cell in mine if kind in results.get(cell.name, {})]
+            finished = [results[cell.name] for cell in mine if kind in results.get(cell.name, {})]
             printed = dict(zip(PRINTED, PAPER[dataset, int(epsilon)][number], strict=True))
-            lines.append(_line(row, kind, "Real data", REAL[dataset][number], found[0] if found else None, real=True))
+            first = finished[0] if finished else None
+            lines.append(_line(row, kind, "Real data", REAL[dataset][number], first, real=True))
             for cell in mine:
                 lines.append(_line(row, kind, cell.column, printed.get(cell.column), results.get(cell.name)))
     return lines
@@ -144,10 +147,10 @@ def _line(
     ours = std = by = None
     comparable = True
     if result and kind == "inception":
-        found = result["inception"]
-        ours, std = (found["score_real"], found["score_real_std"]) if real else (found["score"], found["score_std"])
-        by = found["judge"]
-    elif result and "fid" in result:  # scores take a classifier, distances Inception-v3: hours on a CPU
+        score = result["inception"]
+        ours, std = (score["score_real"], score["score_real_std"]) if real else (score["score"], score["score_std"])
+        by = score["judge"]
+    elif result and "fid" in result:  # a cell of Table 3 has no distance, which takes hours on a CPU
         ours = result["fid"]["fid_real" if real else "fid"]
         by = result["fid"]["features"]
         comparable = by.startswith("inception")

@@ -1,6 +1,6 @@
-"""Seconds per epoch, each cell a real (short) run: Section 5.2's running time, and Table 6, by compressor.
+"""Running times: seconds per epoch (Section 5.2), and by compressor (Table 6). Each cell is a real, short run.
 
-An epoch of the paper's code is one iteration: two steps of every teacher, the vote of all of them, and a step of the
+An epoch of the paper's code is one iteration: two steps of every teacher, the vote of all teachers, and a step of the
 student.
 """
 
@@ -25,13 +25,13 @@ TABLE6: dict[str, dict[str, float]] = {  # on a Tesla T4
     "fashion-mnist": {"TopAgg": 340.84, "D²P-Fed": 471.02, "FetchSGD": 775.35},
 }
 COMPRESS = {"TopAgg": "topk-sign", "D²P-Fed": "klevel", "FetchSGD": "sketch"}
-DATA = "mnist"  # of the running time
-QUICK = 500  # teachers of a quick Table 6
-STEPS = 8  # the first is not counted: it has ten teacher steps, and kernels are compiled in it
+DATA = "mnist"  # data set of the running time
+QUICK = 500  # number of teachers of Table 6 in quick mode
+STEPS = 8  # the first is not timed: it has ten teacher steps, and compiles kernels
 
 
 def cells(full: bool) -> list[dict[str, Any]]:
-    """What is run: network and number of teachers. Without a GPU convolutional teachers are too slow at full size."""
+    """Return the runs: network and number of teachers. Full-size convolutional teachers are too slow without a GPU."""
     sizes = {"spectral": (2000, 4000), "compact": (2000, 4000) if full else (100, 200)}
     if full:
         sizes["paper"] = (2000, 4000)
@@ -39,29 +39,29 @@ def cells(full: bool) -> list[dict[str, Any]]:
 
 
 def cells_of_table6(full: bool) -> list[dict[str, Any]]:
-    """What is run: the paper's 4000 teachers, or without a GPU fewer of the spectral kind, over all 784 cosines."""
+    """Return the runs: the paper's 4000 teachers or, in quick mode, fewer spectral ones over all 784 cosines."""
     quick: dict[str, Any] = {"network": "spectral", "basis": "dct", "basis_size": 784, "k": 200}
-    found = []
+    runs = []
     for data, printed in TABLE6.items() if full else [("mnist", TABLE6["mnist"])]:
         for column in printed:
             compress: dict[str, Any] = {"data": data, "compress": COMPRESS[column], "teachers": 4000 if full else QUICK}
-            own = {} if full else {**quick, "k": None} if COMPRESS[column] == "klevel" else quick
-            found.append(compress | own)
-    return found
+            small = {} if full else {**quick, "k": None} if COMPRESS[column] == "klevel" else quick
+            runs.append(compress | small)
+    return runs
 
 
 def reproduce(name: str, *, full: bool, out: Path, device: str) -> dict[str, Any]:
-    """Run what is missing, then write the table. Return where everything is."""
+    """Run missing cells, then write the table. Return its paths."""
     place, folder = kept_in(name, full=full, out=out), made_in(name, full=full, out=out)
     wanted = cells(full) if name == "runtime" else cells_of_table6(full)
     rows: list[Row] = []
     for number, cell in enumerate(wanted, start=1):
-        called = f"{cell['network']}-{cell['teachers']}" if name == "runtime" else f"{cell['data']}-{cell['compress']}"
-        found = kept(place, called, cell)
-        if found is None:
-            say(f"[{number}/{len(wanted)}] {called}")
-            found = keep_cell(place, called, _run(name, cell, folder / "runs" / called, device))
-        rows.append(found)
+        label = f"{cell['network']}-{cell['teachers']}" if name == "runtime" else f"{cell['data']}-{cell['compress']}"
+        row = kept(place, label, cell)
+        if row is None:
+            say(f"[{number}/{len(wanted)}] {label}")
+            row = keep_cell(place, label, _run(name, cell, folder / "runs" / label, device))
+        rows.append(row)
     text, draw = (_runtime, partial(_plot, rows)) if name == "runtime" else (_table6, None)
     return write(name, TITLES[name], folder, full=full, rows=rows, text=text(rows, full=full), draw=draw)
 
@@ -75,7 +75,7 @@ def _run(name: str, cell: dict[str, Any], run: Path, device: str) -> dict[str, A
 
 
 def measure(options: dict[str, Any], run: Path, device: str) -> dict[str, Any]:
-    """The median time of an epoch of a short run."""
+    """Do a short run, and return the median time of its epochs."""
     import torch
 
     from datalens.driver import choose_device, train

@@ -1,4 +1,4 @@
-"""Table 1: accuracy of a classifier trained on generated and tested on real data, ε = 1 and 10, δ = 1e-5."""
+"""Table 1: accuracy of a classifier that is trained on generated and tested on real data, ε = 1 and 10, δ = 1e-5."""
 
 import math
 
@@ -16,9 +16,9 @@ from datalens.reproduce.compared import (
     said,
 )
 
-# The paper's printed values: data set → that of DC-GAN, without privacy.
+# The paper's printed values of DC-GAN, without privacy, by data set.
 DCGAN = {"MNIST": 0.9653, "Fashion-MNIST": 0.8032, "CelebA-Gender": 0.8149, "CelebA-Hair": 0.7678, "Places365": 0.7404}
-# (data set, ε) → those of the private methods, in the order of PRINTED.
+# (data set, ε) → printed values of the private methods, in the order of PRINTED.
 PAPER: dict[tuple[str, int], tuple[float, ...]] = {
     ("MNIST", 1): (0.4036, 0.4168, 0.5810, 0.1432, 0.7123),
     ("MNIST", 10): (0.8011, 0.6667, 0.8092, 0.8075, 0.8066),
@@ -38,12 +38,12 @@ STAND_IN = "Scenes (stand-in for Places365)"
 def cells(full: bool) -> list[Cell]:
     found = []
     for dataset in DATA if full else GREY:
-        printed = "Places365" if dataset == STAND_IN else dataset  # its schema, and every certificate, says so too
+        printed = "Places365" if dataset == STAND_IN else dataset  # schema and certificates name it as a stand-in too
         every = full or dataset == "MNIST"
         if every:
             ceiling = options("DC-GAN", dataset, math.inf, full=full)
             found.append(Cell(row=f"{dataset} ε=∞", column="DC-GAN", paper=DCGAN[printed], options=ceiling))
-        if full and dataset in GREY:  # what noise costs: the same teachers without it
+        if full and dataset in GREY:  # the same teachers without noise, to show what noise costs
             for method in ("DataLens", AUTHORS, FULL_SIZE_AUTHORS):
                 how = options(method, dataset, math.inf, full=full)
                 found.append(Cell(row=f"{dataset} ε=∞", column=method, paper=None, options=how))

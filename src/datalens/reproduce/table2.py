@@ -1,4 +1,4 @@
-"""Table 2: the same at small budgets, ε from 0.2 to 1, on MNIST and Fashion-MNIST."""
+"""Table 2: accuracies as in Table 1 at small budgets, ε from 0.2 to 1, on MNIST and Fashion-MNIST."""
 
 from datalens.reproduce.cells import Cell, Table
 from datalens.reproduce.compared import FULL_SIZE_AUTHORS, OURS, PRINTED, options, said
@@ -24,7 +24,7 @@ def cells(full: bool) -> list[Cell]:
     found = []
     for dataset, epsilon in PAPER if full else QUICK:
         values: dict[str, float | None] = dict(zip(PRINTED, PAPER[dataset, epsilon], strict=True))
-        if full and epsilon < 1:  # Table 1 has those of ε = 1
+        if full and epsilon < 1:  # Table 1 has them for ε = 1
             values[FULL_SIZE_AUTHORS] = values["DataLens"]
         for method, value in (values | {OURS: None}).items():
             how = options(method, dataset, epsilon, full=full)

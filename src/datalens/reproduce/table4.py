@@ -1,4 +1,4 @@
-"""Table 4: the number of teachers, k and β, one changed at a time; and c, which the paper varies in words only."""
+"""Table 4: the number of teachers, k and β, one changed at a time; also c, whose effect the paper only describes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from datalens.reproduce.table1 import scoring
 
 # The paper's printed values, ε = 1: data set → option → value → accuracy.
 _GREY_BETAS, _FACES_BETAS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
-_GREY_CLIPS: dict[float, float | None] = {1e-6: None, 1e-5: None, 1e-4: None, 1e-3: None}  # not varied there
+_GREY_CLIPS: dict[float, float | None] = {1e-6: None, 1e-5: None, 1e-4: None, 1e-3: None}  # the paper prints none
 
 
 def _printed(ks: dict[int, float], teachers: dict[int, float], betas: dict[float, float]) -> dict[str, dict[Any, Any]]:
@@ -37,14 +37,14 @@ PAPER: dict[str, dict[str, dict[Any, Any]]] = {
         dict(zip(_FACES_BETAS, (0.4957, 0.5669, 0.5612, 0.6022, 0.5835, 0.6061), strict=True)),
     ),
 }
-# What the preset has anyway: such a cell is the one of Table 1.
+# The preset's values: a cell with such a value is the one of Table 1.
 USUAL: dict[str, dict[str, Any]] = {
     "MNIST": {"k": 200, "teachers": 4000, "beta": 0.7, "clip": 1e-5},
     "Fashion-MNIST": {"k": 200, "teachers": 4000, "beta": 0.9, "clip": 1e-5},
     "CelebA-Gender": {"k": 700, "teachers": 6000, "beta": 0.85, "clip": 1e-5},
     "CelebA-Hair": {"k": 700, "teachers": 8000, "beta": 0.9, "clip": 1e-5},
 }
-# The same for TopAgg in 64 cosines, where votes are heard over the noise: so the changes are, too.
+# Values for TopAgg in 64 cosines, where votes stand out of the noise, so that the effect of a change can be seen.
 COSINES: dict[str, tuple[Any, ...]] = {
     "k": (8, 16, 32, 64),
     "teachers": (2000, 3000, 4000),
@@ -53,7 +53,7 @@ COSINES: dict[str, tuple[Any, ...]] = {
 }
 COSINES_USUAL = {"k": 32, "teachers": 4000, "clip": 1e-5}
 SHOWN = {"k": "k", "teachers": "teachers", "beta": "β", "clip": "c"}
-SMALLER = 4000 // FEW_TEACHERS["teachers"]  # quick: so many times fewer teachers
+SMALLER = 4000 // FEW_TEACHERS["teachers"]  # the factor by which quick mode has fewer teachers
 
 
 def cells(full: bool) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Table 5: accuracy of the same loop with three ways to compress gradients, ε = 1, δ = 1e-5."""
+"""Table 5: accuracy of the same training loop with three gradient compressors, ε = 1, δ = 1e-5."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ PAPER: dict[str, dict[str, float]] = {
 
 
 def cells(full: bool) -> list[Cell]:
-    """The paper's loop as printed; and our coordinates and teachers, where the noise leaves something to compare."""
+    """Return the paper's loop as printed, and the same with our coordinates and teachers, which noise hides less."""
     found = []
     for dataset, printed in PAPER.items() if full else [("MNIST", PAPER["MNIST"])]:
         common: dict[str, Any] = {"data": DATA[dataset], "epsilon": 1.0, "delta": 1e-5}

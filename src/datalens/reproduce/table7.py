@@ -23,12 +23,12 @@ PAPER = {
 
 
 def cells(full: bool) -> list[Cell]:
-    """The paper's loop as printed; and in 64 cosines, where the noise leaves something to compare."""
+    """Return the paper's loop as printed, and the same in 64 cosines, which noise hides less."""
     found = []
     for dataset in PAPER if full else ("MNIST",):
         common = {"data": DATA[dataset], "epsilon": 1.0, "delta": 1e-5}
         for (part, changed), value in zip(PARTS.items(), PAPER[dataset], strict=True):
-            same = {"beta": USUAL[dataset]["beta"]} if full and "compress" in changed else {}  # nothing else changes
+            same = {"beta": USUAL[dataset]["beta"]} if full and "compress" in changed else {}  # keep the preset's β
             printed = common | METHODS["DataLens"] | ({} if full else FEW_TEACHERS) | changed | same
             found.append(Cell(row=dataset, column=part, paper=value, options=printed))
         if dataset in ("MNIST", "Fashion-MNIST"):

@@ -1,6 +1,7 @@
-"""`datalens reproduce theory`: Theorem 6 on problems that satisfy it, τ_k of real teachers, and what both say about k.
+"""`datalens reproduce theory`: Theorem 6 on simulated problems, τ_k of real teachers, and the k that both suggest.
 
-τ_k is measured on teachers' gradients in a real run, before they are bounded: for the owner, and every output says so.
+τ_k is measured on teachers' gradients in a real run, before they are bounded: it is for the owner, and every output
+says so.
 """
 
 import itertools
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 
 TITLE = "Theorem 6: the bound on simulated teachers, τ_k of real ones, and the choice of k"
 WARNING = "τ_k is measured on teachers' gradients without noise: for the owner, not covered by ε."
-ROWS = 2000  # gradients looked at in a step, at most
+ROWS = 2000  # limit of gradients that are measured in a step
 
 
 Array = NDArray[np.float64]
 
 # --- simulated teachers ---------------------------------------------------------------------------------------------
-# F_n(x) = Σ_i w_i·s·log cosh((x_i − b_ni)/s): gradients are w_i·tanh, so bounded, and L = max w / s.
+# F_n(x) = Σ_i w_i·s·log cosh((x_i − b_ni)/s). Its gradients, w_i·tanh((x_i − b_ni)/s), are bounded, and L = max w / s.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teachers:
-    """weights w [d], centres b [N, d], width s; all start at x₀ = `start` in every coordinate."""
+    """Simulated teachers: weights w [d], centres b [N, d], width s. x₀ is `start` in every coordinate."""
 
     weights: Array
     centres: Array
@@ -53,7 +54,7 @@ class Teachers:
     def make(
         cls, *, dimensions: int, teachers: int, spread: float, decay: float, width: float, start: float, seed: int
     ) -> "Teachers":
-        """Weights fall as i^−decay; centres are normal with standard deviation `spread`."""
+        """Return teachers with weights i^−decay, and with normal centres of standard deviation `spread`."""
         rng = np.random.default_rng(seed)
         return cls(
             weights=np.arange(1, dimensions + 1, dtype=np.float64) ** -decay,
@@ -63,17 +64,17 @@ class Teachers:
         )
 
     def gradients(self, x: Array) -> Array:
-        """Of every teacher: [r, N, d] at r points."""
+        """Return the gradients of all teachers [r, N, d] at r points."""
         return self.weights * np.tanh((x[:, None, :] - self.centres) / self.width)
 
     def value(self, x: Array) -> Array:
-        """f: [r] at r points."""
-        away = np.abs(x[:, None, :] - self.centres) / self.width
-        log_cosh = away + np.log1p(np.exp(-2 * away)) - math.log(2)
+        """Return f [r] at r points."""
+        distance = np.abs(x[:, None, :] - self.centres) / self.width
+        log_cosh = distance + np.log1p(np.exp(-2 * distance)) - math.log(2)
         return (self.weights * self.width * log_cosh).sum(axis=2).mean(axis=1)
 
     def best(self) -> Array:
-        """x*: every coordinate on its own, by bisection, since its slope rises."""
+        """Return x*, coordinate by coordinate, by bisection: the derivative is increasing."""
         low, high = self.centres.min(axis=0), self.centres.max(axis=0)
         for _ in range(80):
             middle = (low + high) / 2
@@ -82,7 +83,10 @@ class Teachers:
         return (low + high) / 2
 
     def problem(self) -> theorem.Problem:
-        """The constants of the assumptions. tanh is 1-Lipschitz, so gradients deviate by w/s times their centres do."""
+        """Return the constants of the theorem's assumptions.
+
+        tanh is 1-Lipschitz, so the deviation of gradients is at most w/s times that of the centres.
+        """
         w, d = self.weights, len(self.weights)
         deviations = np.minimum(w / self.width * self.centres.std(axis=0), w)
         ends = np.stack([np.full(d, self.start), self.best()])
@@ -100,19 +104,19 @@ class Teachers:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """After T steps: the left side without its factor, by many repetitions."""
+    """The left side of the theorem after T steps, without its factor, estimated from many repetitions."""
 
     steps: int
-    left: float  # mean over t of E min{‖∇f‖², ‖∇f‖₁}: what the proof bounds
+    left: float  # mean over t of E min{‖∇f‖², ‖∇f‖₁}, which the proof bounds
     error: float  # its standard error
-    left_printed: float  # mean over t of min{E‖∇f‖², E‖∇f‖₁}: what is printed, and never smaller
-    tau: float  # the largest τ_k of a teacher's gradient on the way
+    left_printed: float  # mean over t of min{E‖∇f‖², E‖∇f‖₁}, the printed one, which is never smaller
+    tau: float  # the largest τ_k of a teacher's gradient in these steps
 
 
 def simulate(
     teachers: Teachers, choice: theorem.Choice, *, ends: tuple[int, ...], repeats: int, seed: int
 ) -> Iterator[Measured]:
-    """What Equation 2 does up to each of `ends`."""
+    """Simulate Equation 2, and yield the left side of the theorem after each of the `ends`."""
     theorem.check(teachers.problem(), choice)
     rng = np.random.default_rng(seed)
     x = np.full((repeats, len(teachers.weights)), teachers.start)
@@ -128,18 +132,18 @@ def simulate(
         most = max(most, float(theorem.tau(rows)[:, choice.k].max(initial=0.0)))
         x = x - choice.rate * (_compressed(gradients, choice, rng).mean(axis=1) + _noise(x, len(rows), choice, rng))
         if step in ends:
-            own = smaller / step
+            left = smaller / step
             yield Measured(
                 steps=step,
-                left=float(own.mean()),
-                error=float(own.std(ddof=1) / math.sqrt(repeats)),
+                left=float(left.mean()),
+                error=float(left.std(ddof=1) / math.sqrt(repeats)),
                 left_printed=float(np.mean(np.minimum(squares, sums))),
                 tau=most,
             )
 
 
 def _compressed(gradients: Array, choice: theorem.Choice, rng: np.random.Generator) -> Array:
-    """Q(clip(top-k(g), c)) of every teacher."""
+    """Return Q(clip(top-k(g), c)) of every teacher."""
     size = np.abs(gradients)
     least = -np.partition(-size, choice.k - 1, axis=2)[..., choice.k - 1 : choice.k]
     kept = np.clip(np.where(size >= least, gradients, 0.0), -choice.clip, choice.clip)
@@ -149,7 +153,7 @@ def _compressed(gradients: Array, choice: theorem.Choice, rng: np.random.Generat
 
 
 def _noise(x: Array, rows: int, choice: theorem.Choice, rng: np.random.Generator) -> Array:
-    """Of the mean over teachers."""
+    """Return the noise of the mean over teachers."""
     teachers = rows // len(x)
     spread = math.sqrt(choice.noise * choice.k / (teachers if choice.drawn == "per teacher" else teachers**2))
     return spread * rng.standard_normal(x.shape)
@@ -158,10 +162,13 @@ def _noise(x: Array, rows: int, choice: theorem.Choice, rng: np.random.Generator
 def one_step(
     teachers: Teachers, choice: theorem.Choice, *, repeats: int, seed: int
 ) -> tuple[float, float, float, float]:
-    """From x*, where teachers agree: E f(x₁) − f(x*) with its standard error, and the most that the proof allows it.
+    """Take one step from x*, where all teachers agree.
 
-    There every teacher's gradient is 0, so all that moves x is noise. The proof's second inequality leaves Lγ²·Ak of it
-    as printed; d times that as corrected.
+    Every teacher's gradient is 0 there, so only noise moves x. The proof's second inequality bounds the rise of f by
+    Lγ²·Ak as printed, and by d times that as corrected.
+
+    Returns:
+        E f(x₁) − f(x*), its standard error, the printed bound, and the corrected bound.
     """
     x = np.repeat(teachers.best()[None], repeats, axis=0)
     problem = teachers.problem()
@@ -182,7 +189,7 @@ def sizes(full: bool) -> dict[str, Any]:
 
 
 def problems() -> dict[str, Teachers]:
-    """Teachers that disagree, and one of them alone; gradients that fall off, and flat ones."""
+    """Return problems with teachers that disagree or agree, and a single one; with decaying and with flat gradients."""
     make = Teachers.make
     return {
         "8 teachers that disagree": make(
@@ -194,35 +201,35 @@ def problems() -> dict[str, Teachers]:
 
 
 def choices(dimensions: int) -> list[theorem.Choice]:
-    """Many of Equation 2: k, c, γ, noise, rounded or not, and how the noise is drawn."""
-    found = []
+    """Return many parameters of Equation 2: k, c, γ, noise, quantised or not, and how the noise is drawn."""
+    listed = []
     for k, clip, rate, noise in itertools.product(
         (1, dimensions // 3, dimensions), (0.02, 0.3, 1.0), (0.02, 0.3, 1.8), (0.0, 1e-3)
     ):
         for quantised, drawn in ((True, "per teacher"), (False, "once")):
-            found.append(
+            listed.append(
                 theorem.Choice(
                     k=k, clip=clip, rate=rate, steps=1, noise=noise, tau=0.0, quantised=quantised,
                     drawn=drawn,  # type: ignore[arg-type]
                 )
             )  # fmt: skip
-    return found
+    return listed
 
 
 def grid(full: bool) -> list[dict[str, Any]]:
-    """The left side of the theorem beside its right one, in every version."""
+    """Return the left side of the theorem and its right side, in every version, for all problems and parameters."""
     how, lines = sizes(full), []
     wanted = [(name, made, choice) for name, made in problems().items() for choice in choices(len(made.weights))]
     with bar("simulated teachers", len(wanted)) as (progress, task):
         for number, (name, made, choice) in enumerate(wanted):
             problem = made.problem()
-            for found in simulate(made, choice, seed=number, **how):
-                at = replace(choice, steps=found.steps, tau=found.tau)
-                line = {"problem": name, **asdict(at), "left": found.left, "error": found.error}
-                line["left_printed"] = found.left_printed
+            for measured in simulate(made, choice, seed=number, **how):
+                at = replace(choice, steps=measured.steps, tau=measured.tau)
+                line = {"problem": name, **asdict(at), "left": measured.left, "error": measured.error}
+                line["left_printed"] = measured.left_printed
                 for version in theorem.VERSIONS:
                     terms = theorem.bound(problem, at, version)
-                    left = found.left_printed if version in ("printed", "sketch") else found.left
+                    left = measured.left_printed if version in ("printed", "sketch") else measured.left
                     line[version] = terms.gradient
                     line[f"{version}_used"] = left / terms.gradient
                 lines.append(line)
@@ -231,18 +238,18 @@ def grid(full: bool) -> list[dict[str, Any]]:
 
 
 def twins() -> dict[str, dict[str, float]]:
-    """Where a bound without the factor d must fail, and the right one must not."""
+    """Return cases in which a bound without the factor d must fail, and the correct one must hold."""
     flat = Teachers(weights=np.full(100, 10.0), centres=np.zeros((1, 100)), width=10.0, start=0.0)
     choice = theorem.Choice(k=100, clip=1.0, rate=0.01, steps=1500, noise=0.2, tau=0.0, quantised=False, drawn="once")
     rise, error, printed, corrected = one_step(flat, choice, repeats=4000, seed=0)
-    [found] = simulate(flat, choice, ends=(choice.steps,), repeats=8, seed=0)
+    [measured] = simulate(flat, choice, ends=(choice.steps,), repeats=8, seed=0)
     problem = flat.problem()
     right = theorem.bound(problem, choice, "sharp")
     broken = replace(right, noise=right.noise / problem.dimensions)
     return {
         "one step from x*": {"left": rise, "error": error, "without d": printed, "with d": corrected},
         "the sharp bound": {
-            "left": found.left, "error": found.error, "without d": broken.gradient, "with d": right.gradient,
+            "left": measured.left, "error": measured.error, "without d": broken.gradient, "with d": right.gradient,
         },
     }  # fmt: skip
 
@@ -252,7 +259,7 @@ def twins() -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Crew:
-    """Teachers whose gradients are looked at."""
+    """A run of teachers whose gradients are measured."""
 
     name: str
     options: dict[str, Any]
@@ -281,15 +288,15 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
 
 
 def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
-    """τ_k over the gradients of a run, which is thrown away: it is nobody's release."""
-    say(f"{crew.name}: the gradients of a run of its own")
-    seen: list[Array] = []
+    """Measure τ_k over the gradients of a run, which is deleted, without a release."""
+    say(f"{crew.name}: running a training to measure its gradients")
+    curves: list[Array] = []
 
     def looking(compress: "Callable[[Gradients], Contributions]") -> "Callable[[Gradients], Contributions]":
         def look(gradients: "Gradients") -> "Contributions":
             rows = gradients.values.detach().flatten(0, 1)
-            some = np.random.default_rng(len(seen)).permutation(len(rows))[:ROWS]  # of all teachers and images
-            seen.append(theorem.tau(rows[some].cpu().numpy()))
+            some = np.random.default_rng(len(curves)).permutation(len(rows))[:ROWS]  # of all teachers and images
+            curves.append(theorem.tau(rows[some].cpu().numpy()))
             return compress(gradients)
 
         return look
@@ -297,7 +304,7 @@ def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as place:
         options = TrainOptions(out=Path(place) / "run", device=device, **crew.options)
         settings = figure2.watched_run(options, lambda _: lambda votes: None, looking)
-    return summary(crew, np.concatenate(seen), settings)
+    return summary(crew, np.concatenate(curves), settings)
 
 
 def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
@@ -334,17 +341,17 @@ def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
 
 
 def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run what is missing, then write it all. Return where everything is. `stored`: run nothing, see `harness`."""
+    """Measure what is missing, then write the results. Return their paths. `stored`: run nothing, see `harness`."""
     place = kept_in("theory", full=full, out=out, stored=stored)
     folder = made_in("theory", full=full, out=out)
     folder.mkdir(parents=True, exist_ok=True)
 
     def measured(name: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was measured as it is asked for, or is now."""
-        found = kept(place, name, asked)
-        if found is None and stored is not None:
-            raise DatalensError(f"{place} has no {name}, or not of this: leave --from out, and it is measured")
-        return found or keep_cell(place, name, make())
+        """Return a kept result with these options, or else measure and keep it."""
+        result = kept(place, name, asked)
+        if result is None and stored is not None:
+            raise DatalensError(f"{place} has no {name} with these options: leave --from out to measure it")
+        return result or keep_cell(place, name, make())
 
     shown = []
     for crew in crews(full):
@@ -408,7 +415,7 @@ def _verdict(row: dict[str, float], name: str) -> str:
 
 
 def plot(lines: list[dict[str, Any]], shown: list[dict[str, Any]], path: Path) -> None:
-    """Above: measured against allowed. Then, for each crew: τ_k with its models, and bias and noise for each k."""
+    """Draw the measured against the allowed values and, for each crew, τ_k with its models, and bias and noise by k."""
     from matplotlib.figure import Figure
 
     places: Any = [["bounds", "bounds"], *([f"tau {i}", f"trade-off {i}"] for i in range(len(shown)))]

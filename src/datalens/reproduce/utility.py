@@ -1,8 +1,9 @@
-"""How useful our images are, beside what others publish without public data; δ = 1e-5.
+"""Utility of our images, compared with published results of methods that use no public data; δ = 1e-5.
 
-MNIST, Fashion-MNIST and faces at ε = 1; with --full at 10, too, the paper's sets of 64 pixels, and its small budgets.
+MNIST, Fashion-MNIST and faces at ε = 1; with --full also at ε = 10, on the paper's data sets of 64 pixels, and at its
+small budgets.
 
-A line is the whole pipeline (training, sampling, classifier), repeated with other seeds: a cell is one of them.
+A line is the whole pipeline (training, sampling, classifier), repeated with several seeds; a cell has one seed.
 """
 
 import statistics
@@ -11,9 +12,9 @@ from typing import Any
 from datalens.reproduce.cells import Cell, Scoring, Table
 from datalens.reproduce.output import show, show_cost, show_ours
 
-COUNT, EPOCHS = 20_000, 16  # synthetic images, epochs of the classifier
-# Of --full: for the lines of ε = 1 and 10 that --quick has too, for the others, and for the printed algorithm, which
-# takes 4,000 convolutional teachers.
+COUNT, EPOCHS = 20_000, 16  # numbers of synthetic images, and of epochs of the classifier
+# Numbers of seeds in full mode: of the main data sets at ε = 1 and 10, of the others, and of the printed algorithm,
+# which needs 4,000 convolutional teachers.
 SEEDS, FEWER, OF_PRINTED = 5, 3, 2
 
 DATA = {
@@ -24,13 +25,13 @@ DATA = {
     "CelebA-Hair": "celeba-hair",
     "Scenes": "scenes",
 }
-# Of the faces at hand there are 37,540, not CelebA's 162,770: the usual fifteen for each teacher.
+# Of CelebA's 162,770 faces, 37,540 were available: fifteen for each teacher, as usual.
 TEACHERS = {"celeba-gender-32": {"teachers": 2500}}
 OURS, ALONE, PAPER = "datalens", "datalens, warm start off", "datalens-paper"
 AUTHORS = "datalens-paper, authors' settings"
 FULL_SIZE, FULL_SIZE_AUTHORS = f"{PAPER}, full-size teachers", f"{AUTHORS}, full-size teachers"
 
-# What others print: (data set, ε) → method → accuracy. DataLens: Tables 1 and 2; its CelebA has 64 pixels.
+# Published values: (data set, ε) → method → accuracy. DataLens: Tables 1 and 2; its CelebA has 64 pixels.
 PUBLISHED: dict[tuple[str, float], dict[str, float]] = {
     ("MNIST", 1): {"DataLens": 0.7123, "DPDM": 0.953, "FETA-Pro": 0.9676},
     ("MNIST", 10): {"DataLens": 0.8066, "DPDM": 0.981, "FETA-Pro": 0.9836},
@@ -39,7 +40,7 @@ PUBLISHED: dict[tuple[str, float], dict[str, float]] = {
     ("CelebA-Gender (32 px)", 1): {"DataLens": 0.7058, "FETA-Pro": 0.8847},
     ("CelebA-Gender (32 px)", 10): {"DataLens": 0.7287, "FETA-Pro": 0.9462},
 }
-# For scenes the paper has Places365, which cannot be had here: ours are other photographs, of sea, mountain and forest.
+# The paper uses Places365, which was not available. Our scenes are other photographs, of sea, mountain and forest.
 MORE: dict[tuple[str, float], dict[str, float]] = {
     ("CelebA-Gender", 1): {"DataLens": 0.7058},
     ("CelebA-Gender", 10): {"DataLens": 0.7287},
@@ -105,7 +106,7 @@ def scoring(full: bool) -> Scoring:
 
 
 def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One flat line for each method on each data set at each ε, over the seeds that were run."""
+    """Return one flat line for each method on each data set at each ε, over the seeds that were run."""
     lines = dict.fromkeys((cell.row, cell.column) for cell in cells)
     return [
         _row(row, column, [results[c.name] for c in cells if (c.row, c.column) == (row, column) and c.name in results])
@@ -144,7 +145,7 @@ def _row(row: str, column: str, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Of those there are: a seed may have been run without the ceiling."""
+    """Return the mean of the values that are not None: a seed may have been run without the ceiling."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 

@@ -1,1 +1,1 @@
-"""Attempts to prove a claimed guarantee wrong."""
+"""Audits: attempts to refute a claimed privacy guarantee."""

@@ -1,7 +1,7 @@
 """Audits of whole training runs: a canary in a worst-case share, and an attacker who knows everything else.
 
-The attacker has the source, every setting, the seed and all records but one, and sees what the student sees
-(`audit_run`). So she asks which of two worlds the released sums fit, the one with the canary or the one without.
+The attacker knows the source code, every setting, the seed and all records but one, and sees what the student sees
+(`watched_run`). She decides which of two worlds fits the released sums better: with the canary, or without it.
 """
 
 import math
@@ -33,23 +33,23 @@ from datalens.progress import bar
 from datalens.public import streams
 
 TEACHERS = 16
-OVERLAP = 2  # shares that the canary of the broken partition is in
-PEEKS = 50  # runs in each world that show a sum without noise
-WEAKER = 100.0  # how much less noise the control of the one-run audit has
-GUESSED = (0.1, 0.3, 1.0)  # of the canaries, those of which the attacker is surest; the best of three tests counts
-# The theorem gives no p-value under about 2δ(1 + e^ε), however many guesses are right: 1e-4 is out of its reach.
+OVERLAP = 2  # number of shares that hold the canary in the control with a broken partition
+PEEKS = 50  # runs in each world of the control that reveals a sum without noise
+WEAKER = 100.0  # factor by which the noise is smaller in the control of the one-run audit
+GUESSED = (0.1, 0.3, 1.0)  # fractions of canaries to guess, the most certain first; the best of three tests counts
+# The theorem gives no p-value below about 2δ(1 + e^ε), however many guesses are right: it cannot reach 1e-4.
 ONE_RUN_LEVEL = 0.01
 STATISTICS = "log-likelihood ratio of the releases; nearest exact match of one image's sum"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is claimed, and how often it is asked."""
+    """A claimed (ε, δ), and the size of the audits."""
 
     epsilon: float
     delta: float
     relation: Relation = "add-remove"
-    runs: int = 500  # in each world
+    runs: int = 500  # in each of the two worlds
     canaries: int = 1000  # of the one-run audit
     steps: int = 2
 
@@ -58,11 +58,11 @@ class Question:
             if getattr(self, name) < least:
                 raise DatalensError(f"--{name} must be at least {least} for an audit, not {getattr(self, name)}")
         if not math.isfinite(self.epsilon):
-            raise DatalensError("an infinite epsilon claims nothing that an audit could prove wrong: give a finite one")
+            raise DatalensError("an infinite epsilon claims nothing that an audit could refute: give a finite one")
         if 4 * self.delta * (1 + math.exp(min(self.epsilon, 100.0))) > ONE_RUN_LEVEL / len(GUESSED):
             raise DatalensError(
                 f"an audit by one run cannot refute epsilon {self.epsilon:g} at delta {self.delta:g}, however much "
-                "leaks: lower one of them"
+                "leaks: use a smaller epsilon or delta"
             )
 
     def setup(self, *, teachers: int, batch: int, steps: int, seed: int) -> Setup:
@@ -77,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoWorlds:
-    """A data set, and the same with a canary."""
+    """A data set without a canary, and the same data set with it."""
 
     setup: Setup
     without: Shares
@@ -85,14 +85,21 @@ class TwoWorlds:
     mechanism: Mechanism
 
     def attack(self, *, present: bool) -> tuple[np.ndarray, float]:
-        """Train once in one of the worlds. Statistics that are above 0 where the canary seems to be in; the claim."""
+        """Train once in one of the worlds.
+
+        Returns:
+            Two test statistics, which are above 0 if the canary seems to be present, and ε by the ledger.
+        """
         actual = self.with_it if present else self.without
-        seen, claimed = watch(self.setup, actual, (self.without, self.with_it), self.mechanism)
-        return np.array([log_likelihood(seen), exact_match(seen)]), claimed
+        observed, claimed = watch(self.setup, actual, (self.without, self.with_it), self.mechanism)
+        return np.array([log_likelihood(observed), exact_match(observed)]), claimed
 
 
 def log_likelihood(seen: list[Observed]) -> float:
-    """Σ ⟨release − half way, difference⟩: up to σ², the likelihood ratio of the whole run, so the best of all tests."""
+    """Return Σ ⟨release − midpoint, difference⟩ of the two worlds' sums.
+
+    Up to the factor σ² it is the log-likelihood ratio of the whole run, which is the most powerful test statistic.
+    """
     total = 0.0
     for step in seen:
         without, with_it = step.rows.astype(np.float64).sum(axis=1)
@@ -101,7 +108,10 @@ def log_likelihood(seen: list[Observed]) -> float:
 
 
 def exact_match(seen: list[Observed]) -> float:
-    """For what escaped the noise: is some image's sum nearer to a world than noise ever comes?"""
+    """Return the difference of the distances from the nearest image's sum to the world without and with the canary.
+
+    It finds a sum that was released without noise, which is nearer to its world than noise ever is.
+    """
     nearest = [math.inf, math.inf]
     for step in seen:
         for world, total in enumerate(step.rows.astype(np.float64).sum(axis=1)):
@@ -111,11 +121,16 @@ def exact_match(seen: list[Observed]) -> float:
 
 
 def two_worlds(question: Question, *, copies: int = 1, peek: bool = False) -> TwoWorlds:
-    """The canary joins a share whose one record is its negative, and the seed is one by which only the canary is drawn.
+    """Return two worlds in which a canary has the largest effect that a record can have.
 
-    A teacher of that share learns from the canary alone or, without it, from its opposite: nearly all votes flip.
-    Under replace-one the canary takes its negative's place. `copies` > 1 breaks the partition: the canary is in as
-    many shares.
+    The canary joins a share whose only other record is its negative, and the seed is one for which nearly always the
+    canary is drawn. So the teacher of that share learns from the canary alone or, without it, from its negative, and
+    nearly all of its votes flip. Under replace-one the canary replaces its negative.
+
+    Args:
+        question: the claim.
+        copies: number of shares that hold the canary; more than 1 is a control with a broken partition.
+        peek: return a control that reveals a sum without noise.
     """
     hashed = question.relation == "add-remove"
     seed, numbers = worst_seed(copies=copies, steps=question.steps) if hashed else (0, list(range(copies)))
@@ -139,16 +154,18 @@ def two_worlds(question: Question, *, copies: int = 1, peek: bool = False) -> Tw
 
 
 def worst_seed(*, copies: int, steps: int, tries: int = 500) -> tuple[int, list[int]]:
-    """A seed, and teachers that under it draw the second of two records nearly always. The seed is public: an attacker
-    may hope for the worst."""
+    """Return a seed and `copies` teachers which, with this seed, nearly always draw the second of two records.
+
+    The seed of a run is public and arbitrary, so an audit must assume the worst one.
+    """
     best: tuple[int, int, list[int]] = (-1, 0, [])
     teachers = torch.arange(TEACHERS)
     draws = [(0, draw) for draw in range(FIRST)] + [(step, 0) for step in range(1, steps)]
     for seed in range(tries):
-        often = torch.zeros(TEACHERS, dtype=torch.int64)
+        seconds = torch.zeros(TEACHERS, dtype=torch.int64)  # how often each teacher draws its second record
         for step, draw in draws:  # as Shares.batch draws them
-            often += (streams.uniform(seed, "batch", step, draw, teachers=teachers, count=2) >= 0.5).sum(dim=1)
-        most = often.topk(copies)
+            seconds += (streams.uniform(seed, "batch", step, draw, teachers=teachers, count=2) >= 0.5).sum(dim=1)
+        most = seconds.topk(copies)
         best = max(best, (int(most.values.sum()), -seed, most.indices.tolist()))
         if best[0] == 2 * len(draws) * copies:
             break
@@ -156,8 +173,11 @@ def worst_seed(*, copies: int, steps: int, tries: int = 500) -> tuple[int, list[
 
 
 def audit_two_worlds(worlds: TwoWorlds, name: str, *, runs: int, tick: Callable[[int], object]) -> audit.Finding:
-    """Train `runs` times in each world. Thresholds are 0, by symmetry: no run was looked at to choose them."""
-    found: list[np.ndarray] = []
+    """Train `runs` times in each world, and bound ε by the errors of the tests.
+
+    The thresholds are 0 by symmetry; they were not chosen from results.
+    """
+    by_world: list[np.ndarray] = []
     claimed = 0.0
     for present in (False, True):
         statistics = []
@@ -165,12 +185,13 @@ def audit_two_worlds(worlds: TwoWorlds, name: str, *, runs: int, tick: Callable[
             values, claimed = worlds.attack(present=present)
             statistics.append(values)
             tick(1)
-        found.append(np.stack(statistics))
-    both = [audit.count_errors(found[0][:, i], found[1][:, i], threshold=0.0) for i in range(found[0].shape[1])]
+        by_world.append(np.stack(statistics))
+    without, with_it = by_world  # [runs, tests]
+    tests = [audit.count_errors(without[:, i], with_it[:, i], threshold=0.0) for i in range(without.shape[1])]
 
     def bound(level: float) -> float:
-        """The best of the tests, each at its part of the level."""
-        mu = max(errors.pooled_mu(level / len(both)) for errors in both)
+        """Return the best bound of the tests, each at its share of the level."""
+        mu = max(errors.pooled_mu(level / len(tests)) for errors in tests)
         return exact_epsilon(mu**2, worlds.setup.budget.delta)
 
     return audit.Finding(
@@ -186,9 +207,14 @@ def audit_two_worlds(worlds: TwoWorlds, name: str, *, runs: int, tick: Callable[
 
 
 def audit_one_run(question: Question, name: str, *, weaken: float = 1.0) -> audit.Finding:
-    """Every teacher's share has a canary in it or not, by a coin; train once; guess the coins (Steinke et al. 2023).
+    """Audit with one training run (Steinke et al. 2023).
 
-    `weaken` > 1 is a control: noise smaller by that factor, at the price of the whole.
+    A coin decides for every teacher's share whether it holds a canary. After one run the attacker guesses the coins.
+
+    Args:
+        question: the claim.
+        name: the name of the finding.
+        weaken: the factor by which noise is too small; more than 1 in a control, which is charged for the full noise.
     """
     count = question.canaries
     setup = question.setup(teachers=count, batch=8, steps=4, seed=0)
@@ -199,20 +225,20 @@ def audit_one_run(question: Question, name: str, *, weaken: float = 1.0) -> audi
         images, twice = np.concatenate([negatives, 255 - negatives]), np.concatenate([labels, labels])
 
         def shares(canaries: np.ndarray) -> Shares:
-            there = np.concatenate([np.ones(count, dtype=bool), canaries])
-            return setup.shares(images[there], twice[there], names[there].tolist())
+            kept = np.concatenate([np.ones(count, dtype=bool), canaries])
+            return setup.shares(images[kept], twice[kept], names[kept].tolist())
     else:
 
         def shares(canaries: np.ndarray) -> Shares:
             return setup.shares(np.where(canaries[:, None, None, None], 255 - negatives, negatives), labels, None)
 
-    everyone = np.ones(count, dtype=bool)
-    twins = shares(~everyone), shares(everyone)
+    all_canaries = np.ones(count, dtype=bool)
+    twins = shares(~all_canaries), shares(all_canaries)
     mechanism = setup.mechanism()
     if weaken != 1:
         mechanism = audit.Weakened(charged=mechanism, released=setup.mechanism(weaken=weaken))
-    seen, claimed = watch(setup, shares(coins), twins, mechanism)
-    scores = coin_scores(seen, setup.settings.sigma / weaken)
+    observed, claimed = watch(setup, shares(coins), twins, mechanism)
+    scores = coin_scores(observed, setup.settings.sigma / weaken)
     right = (scores > 0) == coins
     surest = np.argsort(-np.abs(scores), kind="stable")
 
@@ -238,7 +264,7 @@ def audit_one_run(question: Question, name: str, *, weaken: float = 1.0) -> audi
 
 
 def coin_scores(seen: list[Observed], sigma: float) -> np.ndarray:
-    """[canaries]: a linear estimate of each coin, in −½ … ½, that minds both the noise and the other canaries."""
+    """Return a linear estimate of each coin [canaries], from −½ to ½, given the noise and the other canaries."""
     rows = np.concatenate([step.rows.astype(np.float64).reshape(*step.rows.shape[:2], -1) for step in seen], axis=2)
     released = np.concatenate([step.released.astype(np.float64).ravel() for step in seen])
     moves = rows[1] - rows[0]  # [canaries, everything released]
@@ -251,7 +277,7 @@ def coin_scores(seen: list[Observed], sigma: float) -> np.ndarray:
 
 
 def end_to_end_report(question: Question) -> dict[str, Any]:
-    """Some thousand tiny runs: with and without a canary, one with many, and all that are broken on purpose."""
+    """Run all audits of training runs and their controls: over a thousand tiny runs. Returns the results as JSON."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are slower on two
     try:
@@ -263,27 +289,27 @@ def end_to_end_report(question: Question) -> dict[str, Any]:
             def both(worlds: TwoWorlds, name: str, runs: int) -> audit.Finding:
                 return audit_two_worlds(worlds, name, runs=runs, tick=tick)
 
-            found = [both(two_worlds(question), "with and without a canary", question.runs)]
-            found.append(audit_one_run(question, "many canaries in one run"))
+            findings = [both(two_worlds(question), "with and without a canary", question.runs)]
+            findings.append(audit_one_run(question, "many canaries in one run"))
             tick(1)
             overlapping, peeking = two_worlds(question, copies=OVERLAP), two_worlds(question, peek=True)
-            caught = [both(overlapping, f"overlapping shares: a record in {OVERLAP} of them", question.runs)]
-            caught.append(both(peeking, "a student that peeks at one raw gradient", PEEKS))
-            caught.append(audit_one_run(question, f"one run with noise / {WEAKER:g}", weaken=WEAKER))
+            controls = [both(overlapping, f"overlapping shares: a record in {OVERLAP} of them", question.runs)]
+            controls.append(both(peeking, "a student that peeks at one raw gradient", PEEKS))
+            controls.append(audit_one_run(question, f"one run with noise / {WEAKER:g}", weaken=WEAKER))
             tick(1)
     finally:
         torch.set_num_threads(threads)
     return {
         "audit": "end-to-end",
-        **in_short(found[0].as_dict()),
+        **in_short(findings[0].as_dict()),
         "delta": question.delta,
         "relation": question.relation,
         "accountant": "exact",
         "level": audit.VERDICT_LEVEL,
         "one_run_level": ONE_RUN_LEVEL,
         "statistic": STATISTICS,
-        "controls": {one.name: one.broken for one in caught},
-        "findings": [one.as_dict() for one in found],
-        "control_findings": [one.as_dict() for one in caught],
-        "ok": not any(one.broken for one in found) and all(one.broken for one in caught),
+        "controls": {one.name: one.broken for one in controls},
+        "findings": [one.as_dict() for one in findings],
+        "control_findings": [one.as_dict() for one in controls],
+        "ok": not any(one.broken for one in findings) and all(one.broken for one in controls),
     }

@@ -1,11 +1,11 @@
 """Audits of the other methods' mechanisms: their own rows, bounds and gates, in two worlds that differ in one record.
 
-The attacker knows all else and computes the likelihood ratio of what was released; that is the best test there is.
-Where she says "it is there" was fixed beforehand (`THRESHOLDS`). From how often she errs follows a lower bound on ε at
-δ, for any mechanism: P[says so | it is there] ≤ e^ε·P[says so | it is not] + δ, and the other way round. Of a Gaussian
-mechanism more follows (see `privacy.audit.Errors`).
+The attacker knows everything but that record, and computes the likelihood ratio of the release, which is the most
+powerful test. Her thresholds are fixed in advance (`THRESHOLDS`). Her error rates give a lower bound on ε at δ for any
+mechanism: P[she says "present" | present] ≤ e^ε·P[she says "present" | absent] + δ, and vice versa. For a Gaussian
+mechanism a stronger bound holds (see `privacy.audit.Errors`).
 
-The twins that are broken on purpose are here, and no run imports them.
+The deliberately broken twins are defined here, and no run imports them.
 """
 
 import math
@@ -44,12 +44,12 @@ from datalens.public.fourier import Fourier
 THRESHOLDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of the log-likelihood ratio
 STATISTIC = "log-likelihood ratio of the releases"
 PART = 500  # trials at a time
-METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan", "pategan", "gpate")  # that are audited; dpgan, dpsgd-gan: one gate
+METHODS = ("dpmerf", "gswgan", "dpgan, dpsgd-gan", "pategan", "gpate")  # audited methods; two of them share one gate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A mechanism of a run, or a broken twin of it."""
+    """A mechanism of a method, or a broken twin of it."""
 
     name: str
     method: str
@@ -65,7 +65,15 @@ SCHEMA = Schema(name="audit", height=SIDE, width=SIDE, channels=1, classes=("oth
 
 
 def _embedding(question: Question, *, weaker: float = 1.0, counts_in_the_clear: bool = False) -> Trials:
-    """A record alone in its class, there or not. Many copies of the data set, each with classes of its own, at once."""
+    """Return trials of DP-MERF's release: a record that is alone in its class, present or absent.
+
+    Many trials are one release: as many copies of the data set, each with classes of its own.
+
+    Args:
+        question: the claim.
+        weaker: the factor by which the noise of a broken twin is too small.
+        counts_in_the_clear: release counts without noise, as a broken twin.
+    """
     options = TrainOptions(
         data="audit",
         out=Path("nowhere"),
@@ -81,9 +89,9 @@ def _embedding(question: Question, *, weaker: float = 1.0, counts_in_the_clear: 
     images = np.stack([slope, slope.T, 255 - slope])[..., None]
 
     def sums(there: bool, copies: int) -> Any:
-        own, labels = (images, np.array([0, 0, 1])) if there else (images[:2], np.array([0, 0]))
+        world, labels = (images, np.array([0, 0, 1])) if there else (images[:2], np.array([0, 0]))
         shifted = (labels + 2 * np.arange(copies)[:, None]).ravel()
-        data = Dataset(schema=SCHEMA, images=np.tile(own, (copies, 1, 1, 1)), labels=shifted)
+        data = Dataset(schema=SCHEMA, images=np.tile(world, (copies, 1, 1, 1)), labels=shifted)
         pool = Pool.gather(data, device=torch.device("cpu"))
         return embed(pool, fourier, classes=2 * copies, grid=settings.grid, counted=settings.counted)
 
@@ -105,7 +113,7 @@ def _embedding(question: Question, *, weaker: float = 1.0, counts_in_the_clear: 
         row = with_it - without
         ratio = ((value - (without + with_it) / 2) * row) / sigma**2
         if counts_in_the_clear:
-            ratio[:, -1] = 1e3 * np.sign(ratio[:, -1])  # she need not guess
+            ratio[:, -1] = 1e3 * np.sign(ratio[:, -1])  # exact counts decide the test
         return ratio.reshape(count, -1).sum(axis=1), ledger.spent()
 
     return trials
@@ -117,15 +125,21 @@ TEACHERS, IMAGES = 20, 64
 
 
 def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: bool = False) -> Trials:
-    """All discriminators say the same of all images; or one of them says the opposite. One step."""
+    """Return trials of one step of GS-WGAN: all discriminators have the same gradients, or one has the opposite ones.
+
+    Args:
+        question: the claim.
+        weaker: the factor by which the noise of a broken twin is too small.
+        image_by_image: price every image separately, as published, which is a broken twin.
+    """
     bound = math.sqrt(IMAGES) * (1 + 1e-9)
 
     def event(sigma: float, *, images: int = IMAGES, repeats: int = 1) -> OneOfManyEvent:
-        long = bound * math.sqrt(images / IMAGES)
+        norm = bound * math.sqrt(images / IMAGES)
         return OneOfManyEvent(
             row_unit="teacher",
-            l2_bound=long,
-            diameter=2 * long,
+            l2_bound=norm,
+            diameter=2 * norm,
             teachers=TEACHERS,
             relation="add-remove",
             sigma=sigma,
@@ -136,7 +150,7 @@ def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: boo
         )
 
     def paid_for(sigma: float) -> OneOfManyEvent:
-        """As published: every image's gradient as if a discriminator of its own had been chosen for it."""
+        """Return the charged event. The published price treats every image as if it had a discriminator of its own."""
         return event(sigma, images=1, repeats=IMAGES) if image_by_image else event(sigma)
 
     goal: dict[str, Any] = {"epsilon": question.epsilon, "delta": question.delta}
@@ -151,8 +165,8 @@ def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: boo
         actual = sigma / weaker
         block = charge_block(question.free, event(actual, repeats=count), SecureNoise())
         rows = other if there else same
-        told = np.array([block.release(rows.__getitem__).value.sum() for _ in range(count)])
-        odds = np.minimum(2 * told / actual**2, 700.0)  # N(1, ·) against N(−1, ·), all images together
+        sums = np.array([block.release(rows.__getitem__).value.sum() for _ in range(count)])
+        odds = np.minimum(2 * sums / actual**2, 700.0)  # N(1, ·) against N(−1, ·), all images together
         return np.log1p(np.expm1(odds) / TEACHERS), ledger.spent()
 
     return trials
@@ -160,11 +174,16 @@ def _one_of_many(question: Question, *, weaker: float = 1.0, image_by_image: boo
 
 # --- DP-GAN and the GAN trained with DP-SGD -------------------------------------------------------
 
-RATE = 0.2  # at which the record is in a sample
+RATE = 0.2  # sampling rate of the record
 
 
 def _noisy_critic(question: Question, *, unclipped: float = 1.0) -> Trials:
-    """One record, whose gradient is as long as it may be, there or not; nobody else. One step."""
+    """Return trials of one DP-SGD step on a single record, present or absent, whose gradient has the maximum norm.
+
+    Args:
+        question: the claim.
+        unclipped: the factor by which the record exceeds the clipping norm; more than 1 in a broken twin.
+    """
     rows = NormTopK(clip=1.0, selector="none")
 
     def schedule(sigma: float, *, steps: int = 1) -> Schedule:
@@ -178,18 +197,18 @@ def _noisy_critic(question: Question, *, unclipped: float = 1.0) -> Trials:
         **goal,
     )
     gradient = [torch.full((1, 1), 9.0)]
-    sums = [rows.sum([value[:0] for value in gradient]), rows.sum(gradient)]  # of nobody, and of the record
+    sums = [rows.sum([value[:0] for value in gradient]), rows.sum(gradient)]  # of no record, and of the record
 
     def trials(there: bool, count: int) -> tuple[np.ndarray, float]:
         ledger, noise = Ledger.in_memory(question.budget), SecureNoise()
         GradientGate(ledger, schedule(sigma), noise).release(sums[there])
-        # A row so many times too long is a row that is not, with so many times less noise.
+        # A row that is too long by a factor is equivalent to a correct row with noise smaller by that factor.
         actual = sigma / unclipped
         gate = GradientGate(question.free, schedule(actual, steps=count), noise, blocks=1)
-        told = [
+        values = [
             gate.release(sums[there and len(poisson_sample(noise, 1, RATE)) > 0]).value.item() for _ in range(count)
         ]
-        odds = np.minimum((np.array(told) - 0.5) / actual**2, 700.0)
+        odds = np.minimum((np.array(values) - 0.5) / actual**2, 700.0)
         return np.log1p(np.expm1(odds) * RATE), ledger.spent()
 
     return trials
@@ -199,7 +218,7 @@ def _noisy_critic(question: Question, *, unclipped: float = 1.0) -> Trials:
 
 
 def subjects(question: Question) -> Iterator[Subject]:
-    """Every private method as it is, and broken."""
+    """Yield the mechanism of every private method, and its broken twins."""
     merf, gswgan = "dpmerf", "gswgan"
     honest, half = _embedding(question), _embedding(question, weaker=2.0)
     yield Subject(name="class sums of features", method=merf, broken=False, trials=honest, gaussian=True)
@@ -221,18 +240,19 @@ def subjects(question: Question) -> Iterator[Subject]:
 
 
 def lower_bound(without: np.ndarray, with_it: np.ndarray, *, delta: float, level: float) -> float:
-    """The ε that the errors of all tests rule out, together at this level."""
+    """Return a lower bound on ε from the errors of all tests, with joint confidence 1 − `level`."""
     each = level / (2 * 2 * len(THRESHOLDS))
-    found = 0.0
+    bound = 0.0
     for threshold in THRESHOLDS:
         for yes, no in ((with_it > threshold, without > threshold), (without < -threshold, with_it < -threshold)):
             hit = audit.rate_lower(int(yes.sum()), len(yes), each) - delta
             alarm = audit.rate_upper(int(no.sum()), len(no), each)
-            found = max(found, math.log(hit / alarm) if hit > 0 else 0.0)
-    return found
+            bound = max(bound, math.log(hit / alarm) if hit > 0 else 0.0)
+    return bound
 
 
 def finding(subject: Subject, question: Question, tick: Callable[[int], object]) -> audit.Finding:
+    """Run the trials of a subject in both worlds, and bound ε. `tick` is called with the number of trials done."""
     worlds: list[np.ndarray] = []
     claimed = 0.0
     for there in (False, True):
@@ -258,11 +278,12 @@ def finding(subject: Subject, question: Question, tick: Callable[[int], object])
 
 
 def report(question: Question) -> dict[str, Any]:
+    """Audit all mechanisms and their broken twins, and return the results as JSON."""
     listed = list(subjects(question))
     with bar("releases", len(listed) * 2 * question.trials) as (progress, task):
-        found = [(one, finding(one, question, lambda done: progress.advance(task, done))) for one in listed]
-    honest = [result for one, result in found if not one.broken]
-    caught = [result for one, result in found if one.broken]
+        results = [(one, finding(one, question, lambda done: progress.advance(task, done))) for one in listed]
+    honest = [result for one, result in results if not one.broken]
+    controls = [result for one, result in results if one.broken]
     first = honest[0].as_dict()
     return {
         "audit": "methods",
@@ -272,8 +293,8 @@ def report(question: Question) -> dict[str, Any]:
         "accountant": question.budget.accountant,
         "level": audit.VERDICT_LEVEL,
         "statistic": STATISTIC,
-        "controls": {one.name: one.broken for one in caught},
+        "controls": {one.name: one.broken for one in controls},
         "findings": [one.as_dict() for one in honest],
-        "control_findings": [one.as_dict() for one in caught],
-        "ok": not any(one.broken for one in honest) and all(one.broken for one in caught),
+        "control_findings": [one.as_dict() for one in controls],
+        "ok": not any(one.broken for one in honest) and all(one.broken for one in controls),
     }

@@ -1,12 +1,11 @@
-"""An audit of the private moments: one record (or one person, with all of their images) present or absent, and an
-attacker who knows all the others.
+"""Audits of the private moments: one record, or one person with all their images, is present or absent.
 
-The sums, their bounds, the noise a ledger leaves for each release and the gate are those of a run (`methods.moments`).
-The record is as bad as one can be: its clipped row is as long as the bound allows in every release, and no other record
-is in its class. Clips, means and whitening, which a run takes from earlier releases, are fixed: they are public either
-way, and the attacker may hope for the worst.
+The attacker knows all other records. The sums, their bounds, the gate, and the noise that a ledger permits for each
+release are those of a run (`methods.moments`). The record is a worst case: its clipped row has the maximum norm in
+every release, and no other record is in its class. Clipping norms, means and whitening, which a run takes from earlier
+releases, are fixed: they are public in any case, and an audit must assume the worst.
 
-The twins that are broken on purpose are here, and no run imports them.
+The deliberately broken twins are defined here, and no run imports them.
 """
 
 import dataclasses
@@ -42,11 +41,11 @@ from datalens.public.texture import Texture
 
 SIDE, CLASSES = 8, 2
 SCHEMA = Schema(name="audit", height=SIDE, width=SIDE, channels=1, classes=("others", "canary"), nominal_size=1000)
-WIDTH = 2  # coordinates of a row: the attacker looks along the record's own row, and more of them tell her nothing
+WIDTH = 2  # coordinates of a row; the test looks along the record's row, so more coordinates would not help
 BINS = 2  # of a histogram
-CLIP = 2  # brightness at which rows are clipped; no row of the record is shorter
+CLIP = 2  # clipping norm, in brightness; no row of the record is shorter
 STATISTIC = "log-likelihood ratio of the releases; nearest exact match of one cell"
-PART = 500  # trials that are one release: so many copies of the data set, each with classes of its own
+PART = 500  # trials in one release: as many copies of the data set, each with classes of its own
 
 
 # --- two worlds -----------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ PART = 500  # trials that are one release: so many copies of the data set, each 
 
 @functools.cache
 def _features() -> torch.Tensor:
-    """Two records of the first class, then the record in question: int32 [3, WIDTH + texture]."""
+    """Return the rows of two records of the first class, and of the canary record: int32 [3, WIDTH + texture]."""
     across = np.arange(SIDE)
     slope = np.broadcast_to(across * 30, (SIDE, SIDE))
     images = np.stack([slope, slope.T, np.broadcast_to((across < SIDE // 2) * 255, (SIDE, SIDE))])
@@ -63,31 +62,35 @@ def _features() -> torch.Tensor:
 
 
 def _records(*, present: bool, copies: int, images: int = 1, by_person: bool = False) -> RecordRows:
-    """The data set again and again, each copy with labels of its own, so that no two share a cell.
+    """Return copies of the data set, each with labels of its own, so that no two copies share a cell.
 
-    `images`: how many the person in question has, all alike; `by_person`: and whether they are one row.
+    Args:
+        present: whether the canary is present.
+        copies: number of copies.
+        images: number of images of the canary, all equal.
+        by_person: whether they are one person's, summed to one row, or separate records.
     """
     stored = _features()[[0, 1] + [2] * images * present]
     labels = torch.tensor([0, 0] + [1] * images * present)
     persons = torch.tensor([0, 1] + [2] * images * present) + 3 * torch.arange(copies).unsqueeze(1)
     shifted = (labels + CLASSES * torch.arange(copies).unsqueeze(1)).flatten()
     rows = Rows.of(stored.repeat(copies, 1))
-    whose = persons.flatten() if by_person else None
-    return RecordRows(rows, shifted, coordinates=WIDTH, fingerprint=0, persons=whose)
+    numbers = persons.flatten() if by_person else None
+    return RecordRows(rows, shifted, coordinates=WIDTH, fingerprint=0, persons=numbers)
 
 
 def _norms(*, present: bool, copies: int) -> tuple[RecordRows, torch.Tensor]:
-    """For histograms: records that are nothing but their norm, in bins of their copy; and the edges of all bins."""
-    own = torch.tensor([0.5, 0.7, 1.5] if present else [0.5, 0.7]) * FINE  # the record has a bin for itself
-    norms = (own + BINS * FINE * torch.arange(copies).unsqueeze(1)).reshape(-1, 1).to(torch.int32)
+    """Return one-coordinate records for histograms of norms, with separate bins for each copy, and the bins' edges."""
+    values = torch.tensor([0.5, 0.7, 1.5] if present else [0.5, 0.7]) * FINE  # the canary is alone in its bin
+    norms = (values + BINS * FINE * torch.arange(copies).unsqueeze(1)).reshape(-1, 1).to(torch.int32)
     edges = torch.arange(copies * BINS + 1, dtype=torch.float64)
     return RecordRows(Rows.of(norms), torch.zeros(len(norms), dtype=torch.int64), coordinates=1, fingerprint=0), edges
 
 
 def total_of(name: str, s: MomentSettings, *, present: bool, copies: int = 1, **person: Any) -> BoundedSum:
-    """What a release of this name is of, `copies` times: one release of it is as many releases of one.
+    """Return the sum that the release of this name is computed from, for `copies` copies of the data set.
 
-    `person`: as in `_records`.
+    One release of it is equivalent to `copies` releases of one copy. `person`: see `_records`.
     """
     if name.endswith("norms"):
         alone, edges = _norms(present=present, copies=copies)
@@ -105,7 +108,7 @@ def total_of(name: str, s: MomentSettings, *, present: bool, copies: int = 1, **
 
 
 def exactly(total: BoundedSum) -> np.ndarray:
-    """The sum itself: the attacker knows both worlds, only not in which of them she is."""
+    """Return the exact sum. The attacker knows the sums of both worlds, but not which world she is in."""
     return GaussianSum(sigma=0.0, noise=SecureNoise()).release(total, _free(), step=0).value
 
 
@@ -113,12 +116,12 @@ def _free() -> Ledger:
     return Ledger.in_memory(Budget(epsilon=math.inf, delta=0.5, relation="add-remove", accountant="exact"))
 
 
-# --- a release, as it is and broken on purpose ----------------------------------------------------
+# --- a release, and deliberately broken versions of it --------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One release: what of, with how much noise, and who is charged."""
+    """The arguments of one release: its sum, its noise, and the ledger to charge."""
 
     total: BoundedSum
     sigma: float
@@ -132,27 +135,28 @@ Release = Callable[[Ask], np.ndarray]
 
 
 def as_it_is(ask: Ask) -> np.ndarray:
+    """Release as a run does."""
     return make_mechanism(ask.law, ask.sigma).release(ask.total, ask.ledger, step=ask.step).value
 
 
 def norm_for_its_square(ask: Ask) -> np.ndarray:
-    """u ⊗ u at the price of u: rows of norm C² are charged for, and get the noise of, rows of norm C."""
+    """Release u ⊗ u at the price of u: rows of norm C² are charged as, and get the noise of, rows of norm C."""
     mechanism = make_mechanism(ask.law, ask.sigma / CLIP)
-    nobody = Outer(slots=torch.zeros(0, dtype=torch.int64), left=torch.zeros(0, WIDTH), right=torch.zeros(0, WIDTH))
-    told = sum_outer([nobody], slots=CLASSES, left_bound=ask.grid, right_bound=ask.grid // CLIP)
-    mechanism.release(told, ask.ledger, step=ask.step)
+    empty = Outer(slots=torch.zeros(0, dtype=torch.int64), left=torch.zeros(0, WIDTH), right=torch.zeros(0, WIDTH))
+    charged = sum_outer([empty], slots=CLASSES, left_bound=ask.grid, right_bound=ask.grid // CLIP)
+    mechanism.release(charged, ask.ledger, step=ask.step)
     return mechanism.release(ask.total, _free(), step=ask.step).value
 
 
 def no_noise_on_absent_classes(ask: Ask) -> np.ndarray:
-    """Cells of a class that has no record are left as they are: zero."""
+    """Add no noise to the cells of a class without records, so that they stay zero."""
     value = as_it_is(ask).copy()
     value[(exactly(ask.total) == 0).all(axis=1)] = 0
     return value
 
 
 def true_counts(ask: Ask) -> np.ndarray:
-    """How many records a class has, to divide by, is not noised."""
+    """Add no noise to the number of records of a class."""
     value = as_it_is(ask).copy()
     value[:, -1] = exactly(ask.total)[:, -1]
     return value
@@ -163,8 +167,10 @@ def true_counts(ask: Ask) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Claim):
+    """A claim about the default method."""
+
     def settings(self, law: NoiseLaw) -> MomentSettings:
-        """The plan of a run, for rows of a few coordinates."""
+        """Return the settings of a run, for rows of a few coordinates."""
         options = TrainOptions(data="audit", out=Path("nowhere"), epsilon=self.epsilon, delta=self.delta)
         _, settings = make_plan(options, SCHEMA)
         assert isinstance(settings, MomentSettings)
@@ -173,22 +179,22 @@ class Question(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Releases of one run, in order, and how they are made."""
+    """The releases of one run, in order, and the function that makes them."""
 
     name: str
     releases: tuple[str, ...]
     release: Release = field(default=as_it_is)
-    images: int = 1  # of the person in question
-    by_person: bool = False  # whether they are one row
+    images: int = 1  # number of images of the canary
+    by_person: bool = False  # whether they are one person's, summed to one row
 
     def settings(self, question: Question, law: NoiseLaw) -> MomentSettings:
-        """All releases by the shares of a run; a single one has the whole budget."""
+        """Return the settings: all releases have the budget shares of a run, a single release the whole budget."""
         settings = question.settings(law)
         if self.releases == RELEASES:
             return settings
         shares = ("histogram", "sums", "covariances", "texture_sums", "texture_covariances")
-        asked = {"histogram" if name.endswith("norms") else name.replace("-", "_") for name in self.releases}
-        parts: dict[str, Any] = {f"{share}_share": float(share in asked) for share in shares}
+        audited = {"histogram" if name.endswith("norms") else name.replace("-", "_") for name in self.releases}
+        parts: dict[str, Any] = {f"{share}_share": float(share in audited) for share in shares}
         return dataclasses.replace(settings, **parts)
 
 
@@ -209,7 +215,7 @@ CONTROLS = (
 
 
 class Attack:
-    """Runs a subject in both worlds, many times at once."""
+    """Runs a subject in both worlds, with many trials at a time."""
 
     def __init__(self, subject: Subject, question: Question, law: NoiseLaw) -> None:
         self._subject, self._question, self._law = subject, question, law
@@ -218,19 +224,19 @@ class Attack:
         self._sigmas: dict[tuple[Event, ...], float] = {}
 
     def _make_totals(self, name: str, copies: int) -> list[tuple[BoundedSum, np.ndarray]]:
-        """Without and with the record: the sum, and what the attacker knows of it: all of it, [copies, cells]."""
+        """Return the sum and its exact value [copies, cells], known to the attacker, without and with the canary."""
         person = {"images": self._subject.images, "by_person": self._subject.by_person}
         both = [total_of(name, self._settings, present=present, copies=copies, **person) for present in (False, True)]
         return [(total, exactly(total).reshape(copies, -1).astype(np.float64)) for total in both]
 
     def _sigma(self, name: str, ledger: Ledger) -> float:
-        """As a run has it; by what was charged before and nothing else, so the same ledger is asked once."""
+        """Return a run's noise. It depends on the charges so far only, so it is computed once for each ledger."""
         if ledger.events not in self._sigmas:
             self._sigmas[ledger.events] = noise_for(name, self._settings, ledger)
         return self._sigmas[ledger.events]
 
     def statistics(self, *, present: bool, copies: int) -> tuple[np.ndarray, float]:
-        """[copies, 2], each above 0 where the record seems to be there; and what the ledger says it cost."""
+        """Return two test statistics [copies, 2], above 0 where the canary seems to be present, and ε by the ledger."""
         ledger = Ledger.in_memory(self._question.budget)
         ratio, nearest = np.zeros(copies), np.full((2, copies), np.inf)
         for step, name in enumerate(self._subject.releases):
@@ -247,18 +253,21 @@ class Attack:
                 )
             )
             without, with_it = (known for _, known in both)
-            told = value.reshape(copies, -1).astype(np.float64)
+            released = value.reshape(copies, -1).astype(np.float64)
             row = with_it - without
-            ratio += ((told - (without + with_it) / 2) * row).sum(axis=1) / sigma**2
+            ratio += ((released - (without + with_it) / 2) * row).sum(axis=1) / sigma**2
             for world, total in enumerate((without, with_it)):
-                away = np.where(row != 0, np.abs(told - total), np.inf).min(axis=1)
-                nearest[world] = np.minimum(nearest[world], away)
+                distance = np.where(row != 0, np.abs(released - total), np.inf).min(axis=1)
+                nearest[world] = np.minimum(nearest[world], distance)
         return np.stack([ratio, nearest[0] - nearest[1]], axis=1), ledger.spent()
 
     def finding(self, tick: Callable[[int], object] = lambda done: None) -> audit.Finding:
-        """Thresholds are 0, by symmetry: no release was looked at to choose them. The best of two tests counts."""
+        """Run all trials in both worlds, and bound ε by the better of the two tests.
+
+        The thresholds are 0 by symmetry; they were not chosen from results. `tick` is called with the trials done.
+        """
         trials = self._question.trials
-        found: list[np.ndarray] = []
+        worlds: list[np.ndarray] = []
         claimed = 0.0
         for present in (False, True):
             parts = []
@@ -266,8 +275,9 @@ class Attack:
                 values, claimed = self.statistics(present=present, copies=min(PART, trials - start))
                 parts.append(values)
                 tick(len(values))
-            found.append(np.concatenate(parts))
-        tests = [audit.count_errors(found[0][:, i], found[1][:, i], threshold=0.0) for i in range(found[0].shape[1])]
+            worlds.append(np.concatenate(parts))
+        without, with_it = worlds  # [trials, tests]
+        tests = [audit.count_errors(without[:, i], with_it[:, i], threshold=0.0) for i in range(without.shape[1])]
 
         def bound(level: float) -> float:
             mu = max(errors.pooled_mu(level / len(tests)) for errors in tests)
@@ -286,28 +296,29 @@ class Attack:
 
 
 def report(question: Question, asked: tuple[NoiseLaw, ...]) -> dict[str, Any]:
-    """Every law, every kind of release, and all that is broken on purpose."""
-    found: list[dict[str, Any]] = []
-    caught: list[dict[str, Any]] = []
+    """Audit every noise law, every kind of release, and the broken twins. Returns the results as JSON."""
+    findings: list[dict[str, Any]] = []
+    controls: list[dict[str, Any]] = []
     with bar("releases", len(asked) * (len(HONEST) + len(CONTROLS)) * 2 * question.trials) as (progress, task):
         for law in asked:
-            for subjects, findings in ((HONEST, found), (CONTROLS, caught)):
+            for subjects, results in ((HONEST, findings), (CONTROLS, controls)):
                 for subject in subjects:
                     result = Attack(subject, question, law).finding(lambda done: progress.advance(task, done))
                     named = {"name": f"{subject.name}, {law} noise", "subject": subject.name, "law": law}
-                    findings.append({**result.as_dict(), **named})
+                    results.append({**result.as_dict(), **named})
     return {
         "audit": "moments",
-        **{name: found[0][name] for name in ("claimed", "lower_bound", "verdict_bound", "trials")},
+        **{name: findings[0][name] for name in ("claimed", "lower_bound", "verdict_bound", "trials")},
         "delta": question.delta,
         "relation": question.budget.relation,
         "accountant": question.budget.accountant,
         "level": audit.VERDICT_LEVEL,
         "statistic": STATISTIC,
         "controls": {
-            control.name: all(one["broken"] for one in caught if one["subject"] == control.name) for control in CONTROLS
+            control.name: all(one["broken"] for one in controls if one["subject"] == control.name)
+            for control in CONTROLS
         },
-        "findings": found,
-        "control_findings": caught,
-        "ok": not any(one["broken"] for one in found) and all(one["broken"] for one in caught),
+        "findings": findings,
+        "control_findings": controls,
+        "ok": not any(one["broken"] for one in findings) and all(one["broken"] for one in controls),
     }

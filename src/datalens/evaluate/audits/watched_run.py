@@ -1,7 +1,7 @@
 """One small training run, watched by an attacker who knows everything but one record.
 
-The training loop, teachers, shares and gate are the real ones; only the run folder is left out. She replays the
-teachers with and without the canary on the very fakes the student made.
+The training loop, teachers, shares and gate are the real ones; only the run folder is left out. The attacker replays
+the teachers with and without the canary on the same fakes that the student made.
 
 Canaries are made up here and the other records are public digits: no record of an owner is read.
 """
@@ -38,13 +38,13 @@ from datalens.run.remote_teachers import Crowd, Fakes
 HERE = Place(device=torch.device("cpu"), folder=Path("nowhere"))
 SIDE = 8
 SCHEMA = Schema(name="audit", height=SIDE, width=SIDE, channels=1, classes=("0", "1"), nominal_size=1000)
-FIRST = 2  # steps of a teacher before its first votes
-WIDTH = 64  # coordinates a teacher votes on: all there are, so that a record in two shares pushes both the same way
+FIRST = 2  # training steps of a teacher before its first votes
+WIDTH = 64  # teachers vote on all coordinates, so that a record in two shares changes both in the same direction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is the same in all runs of an audit."""
+    """The settings and the budget of all runs of an audit."""
 
     settings: TopAggSettings
     budget: Budget
@@ -60,7 +60,10 @@ class Setup:
 def make_setup(
     *, epsilon: float, delta: float, relation: Relation, teachers: int, batch: int, steps: int, seed: int
 ) -> Setup:
-    """The default method in small, with so few teacher steps that a share of two may never draw one of its records."""
+    """Return the setup of a small run of teachers.
+
+    Teachers take so few steps that a teacher with two records may never draw one of them.
+    """
     options = TrainOptions(
         data="audit",
         out=Path("nowhere"),
@@ -81,14 +84,14 @@ def make_setup(
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """One step: what was released, and what each teacher votes without its canary and with it."""
+    """One step: the released value, and the votes of each teacher without its canary and with it."""
 
     released: np.ndarray  # [m, d]
     rows: np.ndarray  # [2, teachers, m, d]
 
 
 class _Watched:
-    """A crowd whose every move two sets of teachers copy, those without canaries and those with them."""
+    """A crowd whose every call is repeated on two other sets of teachers, one without canaries and one with them."""
 
     def __init__(self, crowd: Crowd, setup: Setup, twins: tuple[Shares, Shares]) -> None:
         self._crowd = crowd
@@ -112,7 +115,7 @@ class _Watched:
 
 @dataclass(kw_only=True)
 class _Journal:
-    """Keeps what the student is told."""
+    """A journal that keeps every released value in memory."""
 
     kept: list[Released] = field(default_factory=list)
 
@@ -125,7 +128,7 @@ class _Journal:
 
 @dataclass(kw_only=True)
 class _Run:
-    """As much of `run.folder.Run` as the training loop asks for, and nothing on disk."""
+    """The part of `run.folder.Run` that the training loop needs, with nothing on disk."""
 
     schema: Schema
     ledger: Ledger
@@ -141,33 +144,43 @@ class _Run:
 def watch(
     setup: Setup, actual: Shares, twins: tuple[Shares, Shares], mechanism: Mechanism
 ) -> tuple[list[Observed], float]:
-    """Train once on `actual`. What an attacker sees and can compute, and what the ledger says it cost."""
+    """Train once, and record what an attacker sees and can compute.
+
+    Args:
+        setup: the settings and the budget.
+        actual: the shares to train on.
+        twins: the shares without canaries and with them, to replay the teachers on.
+        mechanism: the mechanism of the releases.
+
+    Returns:
+        An observation for each step, and ε by the ledger.
+    """
     s = setup.settings
     crowd = method.make_crowd(actual, s, SCHEMA, world=World(), folder=Path("nowhere"))
     watched = _Watched(crowd, setup, twins)
     run = _Run(schema=SCHEMA, ledger=Ledger.in_memory(setup.budget), journal=_Journal())
     method.learn(cast(Run, run), cast(Crowd, watched), s, mechanism=mechanism, device=torch.device("cpu"))
-    told = zip(run.journal.kept, watched.rows, strict=True)
-    return [Observed(released=released.value, rows=rows) for released, rows in told], run.ledger.spent()
+    steps = zip(run.journal.kept, watched.rows, strict=True)
+    return [Observed(released=released.value, rows=rows) for released, rows in steps], run.ledger.spent()
 
 
 # --- its records ----------------------------------------------------------------------------------
 
 
 def canary_images(count: int) -> np.ndarray:
-    """Black and white at random: with its negative it disagrees in every cosine. uint8 [count, 8, 8, 1]."""
+    """Return random black-and-white images, uint8 [count, 8, 8, 1]. Image and negative have opposite cosines."""
     white = np.random.default_rng(1).random((count, SIDE, SIDE, 1)) < 0.4
     return white.astype(np.uint8) * 255
 
 
 def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """So many public handwritten digits, labelled odd or even."""
-    found = formats.load("digits")
-    return found.images[:count].copy(), found.labels[:count] % 2
+    """Return `count` public handwritten digits, labelled odd or even."""
+    dataset = formats.load("digits")
+    return dataset.images[:count].copy(), dataset.labels[:count] % 2
 
 
 def share_names(setup: Setup, numbers: list[int]) -> list[str]:
-    """Ids of records that the real rule hashes into these shares, all different."""
+    """Return different record ids that the real rule hashes into these shares."""
     rule = method.share_rule(setup.settings)
     waiting: dict[int, list[int]] = {}
     for place, number in enumerate(numbers):
@@ -176,8 +189,8 @@ def share_names(setup: Setup, numbers: list[int]) -> list[str]:
     while missing:
         some = [str(name) for name in range(candidate, candidate + 1000)]
         candidate += 1000
-        found = rule.shares(np.arange(len(some)), record_keys(np.empty((len(some), 0)), np.array(some)))
-        for name, share in zip(some, found.tolist(), strict=True):
+        shares = rule.shares(np.arange(len(some)), record_keys(np.empty((len(some), 0)), np.array(some)))
+        for name, share in zip(some, shares.tolist(), strict=True):
             if waiting.get(share):
                 names[waiting[share].pop()] = name
                 missing -= 1

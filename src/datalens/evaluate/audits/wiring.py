@@ -1,18 +1,18 @@
-"""`datalens audit wiring`: does anything cross from the private side to the released one besides what was paid for?
+"""`datalens audit wiring`: check that nothing reaches the released side except what the ledger was charged for.
 
-The mechanisms have audits of their own; this one is about how a method is put together around them. Every method is
-run, tiny, in several worlds: on other records, on neighbouring ones, with other noise, killed and resumed. Randomness
-is recorded (`wiring_tape`), and from the second world on the gate hands out the values of the first. So the worlds
-must agree bit for bit in all that may not know what they differ in:
+Other audits attack the mechanisms; this one checks how a method is assembled around them. A tiny run of every method is
+done in several worlds: on other records, on neighbouring data sets, with other noise, killed and resumed. Randomness is
+recorded (`wiring_tape`), and from the second world on the gate returns the values that it released in the first. So the
+worlds must agree bit for bit in everything that must not depend on their difference:
 
 | the worlds differ in | what must be the same |
 |---|---|
 | all records | release, charges, steps, the student's state, all that is printed |
-| one unit | the same; and no sum has moved by more than was paid for |
-| noise, samples, secret choices | the whole run folder, logs and private states too |
+| one unit | the same; and no sum has changed by more than the charged sensitivity |
+| noise, samples, secret choices | the whole run folder, including logs and private states |
 
-No statistics: nothing here is right with some probability. What it cannot see: what leaves by other ways than files,
-standard output and the facts of `--json`; a leak that needs more than a few steps, or other records than those tried.
+These are exact comparisons, not statistical tests. The audit cannot see what leaves by other ways than files, standard
+output and the facts of `--json`, nor a leak that needs more than a few steps or other records than those tried.
 """
 
 import math
@@ -33,13 +33,13 @@ from datalens.privacy.events import GaussianEvent, LaplaceEvent, OneOfManyEvent,
 from datalens.progress import bar
 from datalens.released.verification import check_release
 
-LOUD = 2.0**20  # drowns what teachers say, where charges follow from noisy counts
-ROUNDING = 1e-5  # of sums in float32, relative to the longest they can be
+LOUD = 2.0**20  # factor of the noise that hides the teachers' votes, where charges follow from noisy counts
+ROUNDING = 1e-5  # rounding error of sums in float32, relative to the maximum norm of a sum
 
 
 @dataclass(kw_only=True, eq=False)
 class Look:
-    """A subject, and what was found so far."""
+    """The audit of one subject, and the faults found so far."""
 
     subject: Subject
     folder: Path
@@ -58,33 +58,35 @@ class Look:
         return self.subject.run(made, self.folder / str(self.runs), tape, **named)
 
     def tape(self, key: int = 0, *, replay: Ran | None = None, **named: Any) -> Tape:
-        """Everybody is in every sample, and teachers are chosen in turn, unless it is said otherwise."""
+        """Return a tape. By default every unit is in every sample, and teachers are chosen in turn."""
         values = None if replay is None else replay.tape.values
         return Tape(key, **{"words": everybody, "choose": in_turn, "replay": values, "loud": self.loud, **named})
 
 
 def everybody(call: int, units: int) -> np.ndarray:
+    """Return words that put every unit in the sample."""
     return np.zeros(units, np.uint32)
 
 
 def in_turn(call: int, teachers: int) -> int:
+    """Choose the teachers one after the other."""
     return call % teachers
 
 
 def look(subject: Subject, folder: Path, *, checks: Sequence[str] | None = None) -> list[Fault]:
-    """All faults of a subject that these checks find (default: all of `CHECKS`)."""
+    """Return the faults of a subject that these checks find (by default, all of `CHECKS`)."""
     this = Look(subject=subject, folder=folder)
     made = records()
     first = this.run(made, this.tape())
     if not first.facts["private"]:
         this.add(stamp_faults(first))
         if math.isfinite(float(first.facts["epsilon_spent"])):
-            this.fault("stamp", "a run with noise of the operating system's and a finite price is called not private")
+            this.fault("stamp", "a run with operating-system noise and a finite price is called not private")
         return this.faults
     for check in OF_ONE_RUN if checks is None else [name for name in OF_ONE_RUN if name in checks]:
         CHECKS[check](this, first, made)
     if any(len(crossing.charges) > 1 for crossing in first.tape.crossings):
-        # What is charged follows from noisy counts, and may so be another in another world: let noise alone decide.
+        # Charges follow from noisy counts, so they could differ between worlds: let the noise alone decide them.
         this.loud = LOUD
         first = this.run(made, this.tape())
     for check in CHECKS if checks is None else checks:
@@ -97,12 +99,12 @@ def look(subject: Subject, folder: Path, *, checks: Sequence[str] | None = None)
 
 
 def _check_records(this: Look, first: Ran, made: Made) -> None:
-    """Everything on the released side is the same whatever the records are, given what the gate let out."""
+    """Check that the released side depends on records only through the released values."""
     moved = False
     for name, others in other_records().items():
-        told = -1e9 if moved else 1e9  # the owner, of teachers: such as their loss
+        scalar = -1e9 if moved else 1e9  # replaces numbers that the private side reports to the owner, such as a loss
         try:
-            other = this.run(others, this.tape(replay=first, scalar=told))
+            other = this.run(others, this.tape(replay=first, scalar=scalar))
         except DatalensError as error:
             this.fault("records", f"{name}: it ended with an error ({error}), given the same released values")
             continue
@@ -110,15 +112,15 @@ def _check_records(this: Look, first: Ran, made: Made) -> None:
         pairs = zip(first.tape.crossings, other.tape.crossings, strict=False)
         moved = moved or any(not same(one.total, two.total) for one, two in pairs)
     if not moved:
-        this.fault("records", "no sum that reaches the gate depends on records: nothing was looked at")
+        this.fault("records", "no sum that reaches the gate depends on records: nothing was tested")
 
 
 def _check_secrets(this: Look, first: Ran, made: Made) -> None:
-    """Noise, samples and choices are nowhere on disk, and in no log; and with other bytes they are others."""
+    """Check that noise, samples and secret choices are not on disk or in logs, and that other bytes change them."""
     secrets: dict[str, Any] = {"words": None, "choose": lambda call, teachers: (2 * call + 1) % teachers}
     if this.loud == 1.0:
         tape = this.tape(1, replay=first, **secrets)
-    else:  # charges follow from noise: other noise with the same outcome
+    else:  # charges follow from noise: use other noise with the same outcome
         tape = this.tape(replay=first, **secrets | {"loud": 2 * this.loud})
     other = this.run(made, tape)
     _compare(this, "secrets", "other noise, samples and choices", first, other, first.files, other.files)
@@ -133,7 +135,8 @@ def _compare(
 ) -> None:
     lengths = [(len(ran.tape.crossings), len(ran.tape.charges)) for ran in (first, other)]
     if lengths[0] != lengths[1]:
-        this.fault(kind, f"{world}: {lengths[1][0]} releases and {lengths[1][1]} charges, for {lengths[0]}")
+        counts = f"{lengths[1][0]} releases and {lengths[1][1]} charges"
+        this.fault(kind, f"{world}: {counts} instead of {lengths[0][0]} and {lengths[0][1]}")
     if other.tape.reshaped:
         this.fault(kind, f"{world}: releases have another shape or number")
     for name in sorted(one.keys() | two.keys()):
@@ -158,7 +161,9 @@ def _check_neighbours(this: Look, first: Ran, made: Made) -> None:
         length, allowed, longest = float(np.linalg.norm(moved)), _allowed(one, subject), one.parts[-1].l2_bound
         exact = np.issubdtype(one.total.dtype, np.integer)
         if length > allowed * (1 + 1e-9) + (0.0 if exact else ROUNDING * longest * COUNT):
-            this.fault("moved", f"release {number}: one unit moves the sum by {length:.6g}, and {allowed:.6g} is paid")
+            this.fault(
+                "moved", f"release {number}: one unit moves the sum by {length:.6g}, but {allowed:.6g} is paid for"
+            )
 
     parts = first.tape.crossings[-1].parts
     if parts and parts[-1].row_unit == "teacher":
@@ -166,11 +171,11 @@ def _check_neighbours(this: Look, first: Ran, made: Made) -> None:
         teachers = getattr(event, "teachers", len(parts[-1].units or []))
         changed = _changed_teachers(first, other, teachers)
         if len(changed) > 1:
-            this.fault("moved", f"one unit changes teachers {sorted(changed)}, and one teacher's row is paid for")
+            this.fault("moved", f"one unit changes teachers {sorted(changed)}, but only one teacher's row is paid for")
 
 
 def _changed_teachers(first: Ran, other: Ran, teachers: int) -> set[int]:
-    """Whose states differ."""
+    """Return the teachers whose states differ between two runs."""
     changed: set[int] = set()
     for path in sorted((first.folder / "run" / "checkpoints").glob("teachers-*")):
         one, two = (load_file(ran.folder / "run" / "checkpoints" / path.name) for ran in (first, other))
@@ -182,11 +187,11 @@ def _changed_teachers(first: Ran, other: Ran, teachers: int) -> set[int]:
 
 
 def _allowed(crossing: Crossing, subject: Subject) -> float:
-    """How far one unit may move this sum by what was charged for it."""
+    """Return how far one unit may move this sum according to its charge."""
     event, part = crossing.event, crossing.parts[-1]
     if isinstance(event, LaplaceEvent):
         return math.sqrt(event.moved)
-    if len(crossing.charges) > 1:  # the largest of some counts: the sum itself is of ballots
+    if len(crossing.charges) > 1:  # the release is the argmax of counts, and the sum is one of ballots
         return part.diameter
     if isinstance(event, GaussianEvent):
         if event.relation != subject.relation or (event.row_unit == "record" and subject.person):
@@ -204,7 +209,7 @@ def _allowed(crossing: Crossing, subject: Subject) -> float:
 
 
 def _check_poisson(this: Look, first: Ran, made: Made) -> None:
-    """A sum is over exactly the units whose words are below the rate that was charged: one by one, step by step."""
+    """Check that each sum is over exactly the units whose random words are below the charged sampling rate."""
     events = [c.event for c in first.tape.crossings if isinstance(c.event, SubsampledGaussianEvent)]
     if not events:
         return
@@ -217,24 +222,29 @@ def _check_poisson(this: Look, first: Ran, made: Made) -> None:
         zip(first.tape.crossings, sides[0].tape.crossings, sides[1].tape.crossings, strict=False)
     ):
         longest = whole.parts[-1].l2_bound
-        near = ROUNDING * longest * COUNT
-        if not np.allclose(one.total + two.total, whole.total, rtol=0.0, atol=near):
-            this.fault("sampling", f"release {number}: two samples that share all units out do not add up to all")
+        tolerance = ROUNDING * longest * COUNT
+        if not np.allclose(one.total + two.total, whole.total, rtol=0.0, atol=tolerance):
+            this.fault(
+                "sampling", f"release {number}: the sums over two complementary samples do not add up to the whole"
+            )
         kind = number % 4
-        nobody = (two, one)[kind] if kind < 2 else None
-        if nobody is not None and np.any(nobody.total):
-            this.fault("sampling", f"release {number}: a sum over nobody, at the rate that was charged, is not zero")
+        empty = (two, one)[kind] if kind < 2 else None
+        if empty is not None and np.any(empty.total):
+            this.fault("sampling", f"release {number}: the sum over an empty sample, at the charged rate, is not zero")
         if kind == 2:
             length = float(np.linalg.norm(one.total))
             one_alone = max(one_alone, length)
             if length > longest * (1 + 1e-6):
-                this.fault("sampling", f"release {number}: one unit alone is longer than its bound")
+                this.fault("sampling", f"release {number}: the row of a single unit exceeds its norm bound")
     if len(first.tape.crossings) > 2 and one_alone == 0.0:
-        this.fault("sampling", "one unit alone is in no sum")
+        this.fault("sampling", "a sample of a single unit gives a sum of zero")
 
 
 def _at_the_edge(edge: int, side: bool) -> Callable[[int, int], np.ndarray]:
-    """Words just in and just out: of everybody, nobody, one unit, and some; or of all the others."""
+    """Return words just below and just above the rate. The sample is every unit, none, one, or some, in turn.
+
+    `side` chooses between this sample and its complement.
+    """
 
     def words(call: int, units: int) -> np.ndarray:
         chosen = np.random.default_rng(call).integers(0, 2, units) == 1
@@ -265,7 +275,7 @@ def _check_charges(this: Look, first: Ran, made: Made) -> None:
 
 
 def _check_resumed(this: Look, first: Ran, made: Made) -> None:
-    """After a kill in the middle of it noise is new, and what was lost is charged again."""
+    """Check that a run that was killed and resumed draws new noise, and charges again for lost releases only."""
     alone = len(first.tape.crossings) == 1
     before = this.tape(2, stop=(len(first.tape.crossings) + 1) // 2, saved=alone)
     killed = this.run(made, before, may_be_killed=True)
@@ -274,22 +284,22 @@ def _check_resumed(this: Look, first: Ran, made: Made) -> None:
         ran = this.subject.run(made, killed.folder, after, resume=True)
     except DatalensError as error:
         if alone:
-            this.fault("charges", f"its one release was kept, and it cannot go on: {error}")
-        return  # else with what was lost too little may be left: nothing more is released
+            this.fault("charges", f"its only release was kept, but the run cannot go on: {error}")
+        return  # after a loss the budget may be too small to go on, so nothing more is released
     this.add(charge_faults(ran, [killed, ran]))
     this.add(noise_faults(ran, units=_units(this, made)))
     kept = {_step(crossing) for crossing in before.crossings[: None if alone else -1]} - {None}
     if again := kept & {_step(crossing) for crossing in after.crossings}:
         this.fault(
-            "charges", f"releases of steps {sorted(map(str, again))} are paid for again, though their values were kept"
+            "charges", f"releases of steps {sorted(map(str, again))} are charged again, though their values were kept"
         )
     earlier = set(map(block, before.draws)) - {b""}
     if any(block(draw) in earlier for draw in after.draws):
-        this.fault("noise", "a run that went on has used noise again")
+        this.fault("noise", "a resumed run has used the same noise again")
 
 
 def _step(crossing: Crossing) -> int | None:
-    """Of a release whose value is kept until the next checkpoint: those that are charged one by one."""
+    """Return the step of a release whose value the journal keeps (those that are charged one by one), else None."""
     return None if hasattr(crossing.event, "repeats") else getattr(crossing.event, "step", None)
 
 
@@ -307,28 +317,30 @@ CHECKS: dict[str, Callable[[Look, Ran, Made], None]] = {
     "resumed": _check_resumed,
     "seeded": _check_seeded,
 }
-OF_ONE_RUN = ("charges", "noise")
-# Of other relations and units: they share the rest with the method as it is.
+OF_ONE_RUN = ("charges", "noise")  # checks that need one run only
+# Checks of other relations and units; the other checks would repeat those of the standard variant.
 OF_VARIANTS = ("charges", "noise", "neighbours", "samples")
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 def checks_of(subject: Subject) -> Sequence[str]:
+    """Return the names of the checks of a subject."""
     return OF_VARIANTS if subject.person or subject.relation != "add-remove" else tuple(CHECKS)
 
 
 def report(method: str | None = None) -> dict[str, Any]:
+    """Audit all methods, or one, and return the results as JSON."""
     listed = list(subjects(method))
     if not listed:
         raise DatalensError(f"--method {method} is unknown: see `datalens train --help`, or install its package")
-    found = []
+    findings = []
     with bar("methods", len(listed)) as (progress, task):
         for subject in listed:
             with tempfile.TemporaryDirectory(prefix="datalens-") as folder:
                 faults = look(subject, Path(folder), checks=checks_of(subject))
             unit = "persons" if subject.person else "records"
-            found.append(
+            findings.append(
                 {
                     "name": subject.name,
                     "relation": subject.relation,
@@ -337,10 +349,11 @@ def report(method: str | None = None) -> dict[str, Any]:
                 }
             )
             progress.advance(task)
-    return {"audit": "wiring", "findings": found, "ok": not any(one["faults"] for one in found)}
+    return {"audit": "wiring", "findings": findings, "ok": not any(one["faults"] for one in findings)}
 
 
 def report_lines(result: dict[str, Any]) -> list[str]:
+    """Return the results as lines of text."""
     lines = []
     for one in result["findings"]:
         name = f"{one['name']} ({one['relation']}, {one['unit']})"

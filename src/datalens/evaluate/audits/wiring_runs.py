@@ -1,7 +1,7 @@
-"""Every method there is, as a tiny run on made-up records: what the wiring audit (`evaluate.wiring`) looks at.
+"""Tiny runs of every method on made-up records, for the wiring audit (`wiring`).
 
-Found by walking the tables of methods, compressors and plug-ins, so that a new one is looked at without being named.
-No record of an owner is read.
+They are found in the tables of methods, compressors and plug-ins, so a new one is audited without being named here. No
+record of an owner is read.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from datalens.run.reservation import planned
 
 SIDE, COUNT, CLASSES = 8, 180, 2
 EPSILON, DELTA = 50.0, 1e-5
-SIZES: dict[str, Any] = {"teachers": 3, "steps": 3, "batch": 4}  # where a method knows them
+SIZES: dict[str, Any] = {"teachers": 3, "steps": 3, "batch": 4}  # options of those methods that have them
 TINY: dict[str, Any] = {"k": 8, "basis": "dct", "basis_size": 16, "network": "spectral"}
 EACH = 3  # records of a person
 NAME = "records.npz"
@@ -42,7 +42,7 @@ SGD, OURS = "sgd", ("datalens", "datalens-paper")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Made:
-    """Records that nobody owns; `whose` has every record's person, in any order."""
+    """Made-up records; `whose` has the person of every record, in any order."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -60,25 +60,25 @@ class Made:
 
 
 def records(seed: int = 0) -> Made:
-    """Blurred noise, brighter in the second class; every person has `EACH` of them, here and there."""
-    luck = np.random.default_rng(seed)
-    labels = luck.permutation(np.arange(COUNT) % CLASSES)
-    images = luck.integers(0, 160, (COUNT, SIDE, SIDE)) + 60 * labels[:, None, None]
+    """Return images of noise, brighter in the second class. Every person has `EACH` of them, spread over the data."""
+    random = np.random.default_rng(seed)
+    labels = random.permutation(np.arange(COUNT) % CLASSES)
+    images = random.integers(0, 160, (COUNT, SIDE, SIDE)) + 60 * labels[:, None, None]
     return Made(images=images.astype(np.uint8), labels=labels, whose=np.arange(COUNT) % (COUNT // EACH))
 
 
 def other_records() -> dict[str, Made]:
-    """Data sets that have nothing in common with `records()`: a value that follows records is another one here."""
+    """Return data sets that differ from `records()` in everything, so that any value computed from records differs."""
     some = records(1)
-    alike = np.zeros((COUNT, SIDE, SIDE), np.uint8)
+    equal = np.zeros((COUNT, SIDE, SIDE), np.uint8)
     return {
         "other records, and fewer": some[np.arange(COUNT - 7)],
-        "all records alike": Made(images=alike, labels=np.zeros(COUNT, np.int64), whose=some.whose),
+        "all records alike": Made(images=equal, labels=np.zeros(COUNT, np.int64), whose=some.whose),
     }
 
 
 def neighbour(made: Made, relation: Relation, *, person: bool) -> Made:
-    """One unit less, the last one; or the last one replaced by something else."""
+    """Return a neighbouring data set: the last unit is removed or, under replace-one, replaced by something else."""
     last = made.whose == made.whose[-1] if person else np.arange(len(made.labels)) == len(made.labels) - 1
     if relation == "add-remove":
         return made[~last]
@@ -92,7 +92,7 @@ def neighbour(made: Made, relation: Relation, *, person: bool) -> Made:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ran:
-    """What a run left behind."""
+    """A run that has ended: its tape, its folder, its facts, and everything it printed."""
 
     tape: Tape
     folder: Path
@@ -101,17 +101,17 @@ class Ran:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """All of the run folder. The path to the records is the same text in all of them."""
-        found = [path for path in sorted((self.folder / "run").rglob("*")) if path.is_file()]
+        """Return the contents of the run folder, without the path of the folder, which differs between runs."""
+        paths = [path for path in sorted((self.folder / "run").rglob("*")) if path.is_file()]
         here = str(self.folder.absolute()).encode()
         return {
             str(path.relative_to(self.folder / "run")): in_order(path, path.read_bytes()).replace(here, b"")
-            for path in found
+            for path in paths
         }
 
     @property
     def released(self) -> dict[str, bytes]:
-        """What may be handed on, every charge, and the state of the student."""
+        """Return the files of the released side: the release, the ledger, and the state of the student."""
         return {
             name: content
             for name, content in self.files.items()
@@ -120,7 +120,7 @@ class Ran:
 
 
 def in_order(path: Path, content: bytes) -> bytes:
-    """safetensors writes its header in any order."""
+    """Return a file's content, with the header sorted if it is of safetensors, which writes it in any order."""
     if path.suffix != ".safetensors":
         return content
     size = 8 + int.from_bytes(content[:8], "little")
@@ -132,7 +132,7 @@ Train = Callable[[Path, Path, bool, int | None], dict[str, Any]]  # (records, ru
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A method with its options, under one relation, for images or for persons."""
+    """A method with its options, for one neighbouring relation, and for images or persons."""
 
     name: str
     relation: Relation
@@ -167,16 +167,16 @@ RELATIONS: tuple[tuple[Relation, bool], ...] = (("add-remove", False), ("add-rem
 
 
 def subjects(method: str | None = None) -> Iterator[Subject]:
-    """All of them, or those of one method; under every relation, and for persons, wherever that is offered."""
+    """Yield the subjects of all methods, or of one, for every relation and unit that the method offers."""
     for name, options in asked(method):
         for relation, person in RELATIONS:
-            found = subject(name, options, relation, person=person)
-            if found is not None:
-                yield found
+            offered = subject(name, options, relation, person=person)
+            if offered is not None:
+                yield offered
 
 
 def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, options) of every method, compressor and mechanism there is, ours and others', and of `datalens sgd`."""
+    """Yield (name, options) of every method, compressor and mechanism, including plug-ins, and of `datalens sgd`."""
     votes: dict[str, Any] = {"method": "datalens", "preset": "quick", "warm_start": "off"} | SIZES | TINY
     for name in OURS if method is None else {method} & set(OURS):
         if name != "datalens":
@@ -187,8 +187,8 @@ def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"datalens {compress}", votes | {"compress": compress}
         for mechanism in available("mechanisms"):
             yield f"datalens {mechanism}", votes | {"mechanism": mechanism}
-    theirs = available("methods")
-    for name in [other for other in (*names(), *theirs) if other not in OURS and method in (None, other)]:
+    plugins = available("methods")
+    for name in [other for other in (*names(), *plugins) if other not in OURS and method in (None, other)]:
         known, preset = options_of(name), method_named(name).presets[-1]
         sizes = {option: value for option, value in (SIZES | TINY).items() if option in known}
         for choice in _choices(known):
@@ -201,18 +201,22 @@ def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _choices(known: frozenset[str]) -> list[dict[str, str]]:
-    """Ways to add votes up, where a method has several."""
+    """Return the options that choose between ways to aggregate votes, where a method has several."""
     return [{"aggregate": "gnmax"}, {"aggregate": "laplace"}] if "aggregate" in known else [{}]
 
 
 def subject(name: str, options: dict[str, Any], relation: Relation, *, person: bool) -> Subject | None:
-    """None where the plan refuses this relation or unit: it is not offered. What has no plan at all is an error."""
+    """Return a subject, or None if the method does not offer this relation or unit, so that its plan refuses it.
+
+    Raises:
+        DatalensError: the method has no plan even for the standard relation and unit.
+    """
     if name == SGD:
         return _sgd(person=person) if relation == "add-remove" else None
     options = {**options, "relation": relation}
-    said = {"nominal_size": COUNT // EACH if person else COUNT, "record_id": "persons" if person else None}
-    whole = {"epsilon": EPSILON, "delta": DELTA, "device": "cpu", **said, **options}
-    variants = [whole, without(whole, "k"), {**whole, "epsilon": math.inf}]  # some have no k, and one no finite price
+    declared = {"nominal_size": COUNT // EACH if person else COUNT, "record_id": "persons" if person else None}
+    whole = {"epsilon": EPSILON, "delta": DELTA, "device": "cpu", **declared, **options}
+    variants = [whole, without(whole, "k"), {**whole, "epsilon": math.inf}]  # some lack k; DC-GAN has no finite price
     refused = None
     for variant in variants:
         try:
@@ -222,7 +226,7 @@ def subject(name: str, options: dict[str, Any], relation: Relation, *, person: b
             continue
         return Subject(name=name, relation=relation, person=person, train=_train(short(variant)))
     if relation == "add-remove" and not person:
-        raise DatalensError(f"no small run of {name} could be planned, so nothing was looked at: {refused}")
+        raise DatalensError(f"no small run of {name} could be planned, so it was not audited: {refused}")
     return None
 
 
@@ -236,7 +240,7 @@ def _train(options: dict[str, Any]) -> Train:
 
 
 def planned_steps(options: dict[str, Any]) -> list[int]:
-    """How many steps each planned charge is for; raises if there is no such run."""
+    """Return the number of steps of each planned charge. Raises DatalensError if there is no such run."""
     return _planned_steps(tuple(sorted(options.items())))
 
 
@@ -251,7 +255,7 @@ def _planned_steps(listed: tuple[tuple[str, Any], ...]) -> list[int]:
 
 
 def short(options: dict[str, Any]) -> dict[str, Any]:
-    """Two blocks are as good as three where a step is a block of steps."""
+    """Plan two steps instead of three where a step is a whole block of steps."""
     return options | {"steps": 2} if "steps" in options and max(planned_steps(options)) > 1 else options
 
 

@@ -1,8 +1,8 @@
-"""What the wiring audit watches: a run whose randomness is recorded, and everything that passes the gate in it.
+"""A tape that records a run for the wiring audit: its randomness, and everything that passes the gate.
 
-A `Tape` stands in the place of the operating system's generator while it is open. It notes every draw of every noise
-source, every charge and every release, and can hand out the released values of an earlier run in the place of the new
-ones. The run itself is the real one: only calls are watched, and bytes and values exchanged.
+While a `Tape` is playing, it replaces the operating system's random generator. It records every draw of every noise
+source, every charge and every release, and can return the released values of an earlier run instead of the new ones.
+The run itself is a real one: only calls are watched, and bytes and values replaced.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from datalens.privacy.released import Released
 
 DRAWS = ("standard_normal", "words", "below", "integers")  # the methods of a noise source
 NOW = 1_700_000_000.0  # the time in every watched run, so that logs can be compared
-Words = Callable[[int, int], np.ndarray]  # (how many were asked for before, how many units) → uint32 words
+Words = Callable[[int, int], np.ndarray]  # (number of earlier calls, number of units) → uint32 words
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,14 +43,14 @@ class Draw:
     source: str
     origin: str
     kind: str
-    count: int  # of `below`: how many there are to choose from
+    count: int  # number of values; for `below`, the number of alternatives
     values: np.ndarray
-    bits: int  # that the operating system gave meanwhile
-    width: float | None  # of whole-number noise: what it was drawn with
+    bits: int  # bits that were taken from the operating system for it
+    width: float | None  # scale of integer noise
 
     @property
     def needed(self) -> float:
-        """Bits without which these draws cannot be independent of one another."""
+        """Return the number of bits that independent draws need at least."""
         if self.kind == "below":
             return math.ceil(math.log2(self.count))
         laplace = self.kind == "integers" and self.source == "LaplaceNoise"
@@ -59,14 +59,14 @@ class Draw:
 
 @dataclass(kw_only=True, eq=False)
 class Crossing:
-    """One release: what was summed, what was charged, which draws were made, and what left."""
+    """One release: its sums, its charges, its draws of noise, and the released value."""
 
     gate: str
     parts: "list[Contributed]" = field(default_factory=list)
     charges: list[Charge] = field(default_factory=list)  # made inside the gate
-    draws: list[Draw] = field(default_factory=list)  # inside the gate
-    before: list[Draw] = field(default_factory=list)  # since the release before
-    value: np.ndarray = field(default_factory=lambda: np.zeros(0))  # as computed, whatever was handed on
+    draws: list[Draw] = field(default_factory=list)  # made inside the gate
+    before: list[Draw] = field(default_factory=list)  # made since the previous release
+    value: np.ndarray = field(default_factory=lambda: np.zeros(0))  # as computed, even if the tape replaced it
     event: Charge | None = None
     number: int = -1
 
@@ -77,7 +77,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contributed:
-    """A sum as it reached the gate."""
+    """A sum that reached the gate."""
 
     total: np.ndarray
     row_unit: str
@@ -88,15 +88,18 @@ class Contributed:
 
 
 class Tape:
-    """Watches one run.
+    """Records one run.
 
-    - `key`: which bytes the operating system gives.
-    - `replay`: released values to hand out, in their order.
-    - `known`: values that a run which was killed had released before.
-    - `words`, `choose`: words of Poisson samples and secret choices, in the place of the tape's own.
-    - `stop`: raise `Killed` right after so many releases; `saved`: once the value of the last of them is kept.
-    - `loud`: normal draws are so many times wider.
-    - `scalar`: what teachers tell the owner of themselves, in the place of their loss.
+    Args:
+        key: seed of the bytes that the run gets from the operating system.
+        replay: released values to return instead of the new ones, in order.
+        known: values that an earlier part of the run, which was killed, has released.
+        words: words of Poisson samples, instead of random ones.
+        choose: secret choices, instead of random ones.
+        stop: raise `Killed` right after so many releases.
+        saved: raise it once the journal has the value of the last of them.
+        loud: factor by which normal draws are multiplied.
+        scalar: number to return instead of those that the private side reports to the owner, such as a loss.
     """
 
     def __init__(
@@ -115,16 +118,16 @@ class Tape:
         self.crossings: list[Crossing] = []
         self.charges: list[tuple[Ledger, Charge]] = []
         self.draws: list[Draw] = []
-        self.outside: list[np.ndarray] = []  # values that no gate of this run has released
-        self.reshaped = False  # whether a release had another shape than the one to be handed out
+        self.outside: list[np.ndarray] = []  # values of `Released` objects that no gate of this run has released
+        self.reshaped = False  # whether a release had another shape than its replacement
         self._key, self._replay, self._words, self._choose = key, replay, words, choose
         self._stop, self._loud, self._earlier, self._scalar = stop, loud, known or [], scalar
-        self._width: float | None = None  # that the exact sampler was last asked for
+        self._width: float | None = None  # scale of the last draw of the exact sampler
         self._saved = saved
         self._calls = self._bits = self._sampled = self._chosen = 0
         self._served: bytes | None = None
         self._open: list[Crossing] = []
-        self._within = 0  # calls of a source, one inside the other
+        self._within = 0  # depth of nested calls of sources
         self._paused = False
         self._unnoted: list[Draw] = []
 
@@ -134,7 +137,7 @@ class Tape:
 
     @contextlib.contextmanager
     def playing(self) -> Iterator["Tape"]:
-        """While this is open, the process has no other randomness, and everything is noted."""
+        """Return a context in which the process has no other randomness, and everything is recorded."""
         with contextlib.ExitStack() as stack:
 
             def put(where: Any, name: str, value: Any) -> None:
@@ -143,9 +146,9 @@ class Tape:
             put(os, "urandom", self._bytes)
             put(random, "_urandom", self._bytes)
             put(time, "time", lambda: NOW)
-            put(os, "fsync", lambda descriptor: None)  # nobody will need these files after a crash
+            put(os, "fsync", lambda descriptor: None)  # these files need not survive a crash
             put(exact, "sampler", self._sampler)
-            put(noise, "FEW_DRAWS", 2**62)  # nothing is drawn ahead by a process that has no tape
+            put(noise, "FEW_DRAWS", 2**62)  # so that no other process, which has no tape, draws noise in advance
             for source in sources():
                 for name in DRAWS:
                     if name in vars(source):
@@ -162,7 +165,7 @@ class Tape:
     # --- randomness -------------------------------------------------------------------------------
 
     def _bytes(self, count: int) -> bytes:
-        """As `os.urandom`. The same call of the same tape begins with the same bytes, however many are asked for."""
+        """Replace `os.urandom`. The n-th call of a tape begins with the same bytes, whatever number is requested."""
         self._bits += 8 * count
         if self._served is not None:
             served, self._served = self._served, None
@@ -172,7 +175,7 @@ class Tape:
         return hashlib.shake_256(f"{self._key} {self._calls}".encode()).digest(count)
 
     def _sampler(self, sigma: float) -> Callable[[int], list[int]]:
-        """In the place of OpenDP's: about the same law, from the tape."""
+        """Replace OpenDP's sampler: approximately the same distribution, from the tape's bytes."""
 
         def draw(count: int) -> list[int]:
             self._width = sigma
@@ -247,7 +250,7 @@ class Tape:
             self._unnoted = []
 
             def seen(asked: Any) -> Any:
-                """What goes in: a sum, or somebody to ask for one."""
+                """Record what enters the gate: a sum, or a function that returns one."""
                 if isinstance(asked, BoundedSum):
                     crossing.parts.append(self._contributed(asked))
                     return asked
@@ -278,7 +281,7 @@ class Tape:
         return save
 
     def _contributed(self, asked: BoundedSum) -> Contributed:
-        """The total, by way of a gate without noise: nobody else reads it."""
+        """Return a record of a sum. Its total is read through a gate without noise, the only way to read it."""
         free = Ledger.in_memory(Budget(epsilon=math.inf, delta=0.5, relation="add-remove", accountant="exact"))
         self._paused = True
         try:
@@ -321,20 +324,24 @@ class Tape:
 
 
 class Killed(BaseException):
-    """Nothing catches it: what is on disk is what a kill leaves."""
+    """Ends a run as a kill does: nothing catches it, and only what is on disk remains."""
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays are equal bit for bit."""
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def sources() -> list[type]:
-    """Every noise source there is."""
+    """Return every class of noise sources."""
     return [kind for kind in classes(privacy) if set(DRAWS) & set(vars(kind))]
 
 
 def told_the_owner() -> list[tuple[type, str]]:
-    """Methods of the private side that answer with a plain number: a loss, which nothing public may follow from."""
+    """Return the methods of the private side that return a plain number, such as a loss.
+
+    Such numbers are reported to the owner only, and nothing public may depend on them.
+    """
     return [
         (kind, name)
         for kind in classes(private)
@@ -344,12 +351,12 @@ def told_the_owner() -> list[tuple[type, str]]:
 
 
 def gates() -> list[type]:
-    """Every class of `privacy/` that releases something."""
+    """Return every class of `privacy/` that has a method `release`."""
     return [kind for kind in classes(privacy) if "release" in vars(kind)]
 
 
 def classes(package: ModuleType) -> list[type]:
-    """Of all modules of a package; protocols are none."""
+    """Return the classes of all modules of a package, without protocols."""
     found: list[type] = []
     for module in pkgutil.iter_modules(package.__path__):
         loaded = importlib.import_module(f"{package.__name__}.{module.name}")
