@@ -66,7 +66,7 @@ def test_a_twin_that_measures_naively_is_caught(monkeypatch: pytest.MonkeyPatch)
 def test_a_twin_that_rounds_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.ones(1, 10**6)  # a row of 524.2 in each
     assert longest(WholeRows(softening=1e-9), wide) <= GRID
-    monkeypatch.setattr(Tensor, "trunc_", Tensor.ceil_)
+    monkeypatch.setattr(whole_rows, "_truncate", Tensor.ceil_)
     assert longest(WholeRows(softening=1e-9), wide) > GRID
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from datalens.bounded.contributions import BoundedSum
 GRID = 2**19  # a row's norm at most; a coordinate's, too
 MOST_TOGETHER = 32  # rows that are added in float32: 32 · 2^19 is 2^24, up to which its whole numbers are exact
 LESS = 1 - 2**-12  # of a row: more than rounding can shorten its measured length by (see `_squares`)
-COLUMNS, TOGETHER = 2**14, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
+COLUMNS, TOGETHER = 2**13, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,6 @@ class WholeRows:
     def l2_bound(self) -> float:
         return float(GRID)
 
-    def parts(self, gradients: Tensor) -> Iterator[Tensor]:
-        """Scaled copies of some columns at a time, in float32."""
-        for start in range(0, gradients.shape[1], COLUMNS):
-            part = gradients[:, start : start + COLUMNS].to(torch.float32, copy=True)
-            yield part if self.scale is None else part.mul_(self.scale[start : start + COLUMNS])
-
 
 class WholeSum:
     """A sum of rows under way, of one thread or machine.
@@ -64,6 +59,7 @@ class WholeSum:
     def __init__(self, rows: WholeRows, size: int, *, device: torch.device) -> None:
         self._rows = rows
         self._total = torch.zeros(size, dtype=torch.float64, device=device)
+        self._work = torch.empty(MOST_TOGETHER, COLUMNS, device=device)  # new memory costs more than the work
 
     def add(self, gradients: Tensor, weights: Tensor) -> None:
         """Add the rows of some records.
@@ -77,16 +73,23 @@ class WholeSum:
         if not bool(((weights == 0) | (weights == 1)).all()):
             raise ValueError("a weight is 0 or 1")
         squares = torch.zeros(len(gradients), dtype=torch.float64, device=gradients.device)
-        for part in self._rows.parts(gradients):
+        for _, part in self._parts(gradients):
             squares += _squares(part)
         counted = squares.isfinite() & (weights == 1)
         factors = torch.where(counted, GRID * LESS / (squares.sqrt() + self._rows.softening), 0.0).to(torch.float32)
         all_counted = bool(counted.all())
-        for number, part in enumerate(self._rows.parts(gradients)):
+        for start, part in self._parts(gradients):
             if not all_counted:
-                part = torch.where(counted.unsqueeze(1), part, 0.0)  # 0 · NaN is NaN
-            here = slice(number * COLUMNS, number * COLUMNS + part.shape[1])
-            self._total[here] += part.mul_(factors.unsqueeze(1)).trunc_().sum(dim=0)
+                part.masked_fill_(~counted.unsqueeze(1), 0.0)  # 0 · NaN is NaN
+            _truncate(part.mul_(factors.unsqueeze(1)))
+            self._total[start : start + part.shape[1]] += part.sum(dim=0)
+
+    def _parts(self, gradients: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Where some columns begin, and a scaled copy of them in float32; each is written over the one before."""
+        for start in range(0, gradients.shape[1], COLUMNS):
+            columns = gradients[:, start : start + COLUMNS]
+            part = self._work[: len(columns), : columns.shape[1]].copy_(columns)
+            yield start, part if self._rows.scale is None else part.mul_(self._rows.scale[start : start + COLUMNS])
 
     def join(self, other: "WholeSum") -> None:
         """Add another thread's sum, of other records."""
@@ -108,9 +111,19 @@ class WholeSum:
 def _squares(part: Tensor) -> Tensor:
     """Return the squared norms [n] of float32 rows, in float64.
 
-    512 squares are added in float32, whose rounding loses at most 512·2^-24 of their sum; all else is float64. So a
-    norm is measured no more than 2^-16 of itself too short.
+    512 squares are added in float32, which loses at most 512·2^-24 of their sum; all else is float64. So a norm is
+    measured no more than 2^-15 of itself too short.
     """
     whole = part.shape[1] // TOGETHER * TOGETHER
-    few = part[:, :whole].square().unflatten(1, (-1, TOGETHER)).sum(dim=2).to(torch.float64).sum(dim=1)
-    return few + part[:, whole:].to(torch.float64).square().sum(dim=1)
+    norms = torch.linalg.vector_norm(part[:, :whole].unflatten(1, (-1, TOGETHER)), dim=2)
+    rest = torch.linalg.vector_norm(part[:, whole:], dim=1)
+    return norms.to(torch.float64).square().sum(dim=1) + rest.to(torch.float64).square()
+
+
+def _truncate(part: Tensor) -> None:
+    """Drop what is behind the point, in place. On a CPU numpy takes a fifth of torch's time."""
+    if part.is_cuda:
+        part.trunc_()
+    else:
+        numbers = part.numpy()
+        np.trunc(numbers, out=numbers)

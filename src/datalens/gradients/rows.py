@@ -49,6 +49,7 @@ class RowEngine:
     def __init__(self, net: nn.Module, *, kind: torch.dtype, device: torch.device) -> None:
         self._net = copy.deepcopy(net).to(device=device, dtype=kind).requires_grad_(False)
         self._kind = kind
+        self._rows: Tensor | None = None
         self._modules: dict[str, nn.Conv2d | nn.Linear] = {}
         layers, start = [], 0
         known: set[int] = set()
@@ -104,24 +105,27 @@ class RowEngine:
             repeats: How many examples each of them has.
 
         Returns:
-            [records, size], in the engine's kind of numbers.
+            [records, size], in the engine's kind of numbers. The memory is the engine's: the next call writes there.
         """
         with _taped(self._modules) as tapes, torch.enable_grad():
             found = losses(self._net)
             if found.shape != (records * repeats,):
                 raise ValueError(f"there are {list(found.shape)} losses of {records} records with {repeats} each")
-            found.sum().backward()
-        rows = torch.zeros(records, self.size, dtype=self._kind, device=found.device)
+            (found.sum() / repeats).backward()
+        if self._rows is None or len(self._rows) != records:  # new memory costs more than the work
+            self._rows = torch.empty(records, self.size, dtype=self._kind, device=found.device)
+        rows = self._rows
         for layer in self._layers:
+            end = layer.start + layer.weights
             if layer.name not in tapes:
-                continue  # a layer that was not called has no gradient
+                rows[:, layer.start : end + layer.bias] = 0  # it was not called
+                continue
             inputs, slopes = tapes[layer.name].both(layer.name)
             weights, biases = _products(self._modules[layer.name], inputs, slopes, records)
-            end = layer.start + layer.weights
-            rows[:, layer.start : end] = weights.reshape(records, -1)
+            rows[:, layer.start : end] = weights.flatten(1)
             if layer.bias:
                 rows[:, end : end + layer.bias] = biases
-        return rows if repeats == 1 else rows.div_(repeats)
+        return rows
 
 
 class _Tape:
