@@ -148,4 +148,4 @@ def test_a_part_of_a_set_with_its_size_declared(faces: Path, tmp_path: Path, dat
     assert config["settings"]["teachers"] == 6
     datalens("train", "--out", tmp_path / "run", "--resume").succeeded()
     line = datalens(*asked, "--out", tmp_path / "other").refused()
-    assert "what a named data set holds is public" in line
+    assert "the size of a named data set is public" in line

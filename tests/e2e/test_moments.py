@@ -201,7 +201,7 @@ def test_other_data_cannot_go_on(monkeypatch, datalens, tmp_path):
             datalens("train", *options)
     arrays["images"][0, 0, 0] ^= 1
     np.savez(data, **arrays, classes=np.array(["a", "b"]))
-    assert "is not what" in datalens("train", "--resume", "--out", run).refused()
+    assert "is not the data" in datalens("train", "--resume", "--out", run).refused()
     assert charges(run) == []
 
 

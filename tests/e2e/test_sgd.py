@@ -189,7 +189,7 @@ def test_a_run_does_not_go_on_with_other_records(
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"data_sha256": "0" * 64}))
     before = (run / "ledger.jsonl").read_bytes()
-    assert "is not what" in datalens("sgd", "--out", run, "--resume").refused(after_start=True)
+    assert "is not the data" in datalens("sgd", "--out", run, "--resume").refused(after_start=True)
     assert (run / "ledger.jsonl").read_bytes() == before
 
 
