@@ -90,7 +90,7 @@ def damaged(faces: Path, tmp_path: Path) -> Path:
     ("make", "says"),
     [
         (lambda faces, tmp: tmp / "nowhere", "is not a folder"),
-        (lambda faces, tmp: tmp, "holds no train*.parquet: there should be img_align_celeba/, list_attr_celeba.txt"),
+        (lambda faces, tmp: tmp, "holds no train*.parquet: put img_align_celeba/, list_attr_celeba.txt"),
         (damaged, "image train-00000-of-00001-17.jpg is not a readable image"),
     ],
 )

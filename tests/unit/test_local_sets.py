@@ -342,7 +342,7 @@ def test_files_that_are_no_parquet_or_missing(shards: Path, tmp_path: Path) -> N
     with pytest.raises(DatalensError, match="unknown split"):
         opened("celeba-gender", shards, "all")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatalensError, match=r"holds no train\*\.parquet: there should be img_align_celeba"):
+    with pytest.raises(DatalensError, match=r"holds no train\*\.parquet: put img_align_celeba"):
         opened("celeba-gender", tmp_path / "empty")
 
 
