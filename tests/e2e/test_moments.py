@@ -222,7 +222,7 @@ def test_a_class_without_records_is_left_out_and_named(datalens, tmp_path):
 def test_hardly_any_budget_is_said(datalens, tmp_path):
     """Where nothing can come of it, before anything is spent; else at the end, with what was."""
     line = datalens("train", "--data", "digits", "--epsilon", 0.01, "--out", tmp_path / "run").refused()
-    assert "nothing was spent: there are about 1437 records" in line and not (tmp_path / "run").exists()
+    assert "nothing was charged: there are about 1437 records" in line and not (tmp_path / "run").exists()
     random = np.random.default_rng(0)
     images, labels = random.integers(0, 256, (60, 8, 8), dtype=np.uint8), random.integers(0, 2, 60)
     np.savez(tmp_path / "few.npz", images=images, labels=labels, classes=np.array(["a", "b"]))

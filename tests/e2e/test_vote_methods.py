@@ -135,7 +135,7 @@ def test_all_planned_steps_fit_even_if_every_check_passes(accountant: Any) -> No
         ({"method": "pategan", "basis_size": 10, "basis": "pixel", "network": "paper"}, "belongs to --basis dct"),
         ({"method": "pategan", "basis": "pixel", "network": "spectral"}, "cosine"),
         ({"method": "pategan", "teachers": 10**6}, "most shares would be empty"),
-        ({"method": "pategan", "k": 3}, "means nothing to --method pategan"),
+        ({"method": "pategan", "k": 3}, "is not an option of --method pategan"),
         ({"method": "gpate", "bins": 1}, "--bins must be at least 2"),
         ({"method": "gpate", "projections": 100}, "more than the 64 coordinates"),
     ],

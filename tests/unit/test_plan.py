@@ -415,9 +415,9 @@ def test_any_setting_of_moments_can_be_overridden() -> None:
         ({"texture": 0, "teachers": 10}, "--texture is about private moments"),
         (
             {"texture": 0, "method": "datalens-paper"},
-            "--texture means nothing to --method datalens-paper: it belongs to private",
+            "--texture is not an option of --method datalens-paper: it belongs to private",
         ),
-        ({"texture": 0, "method": "dcgan"}, "--texture means nothing to --method dcgan"),
+        ({"texture": 0, "method": "dcgan"}, "--texture is not an option of --method dcgan"),
     ],
     ids=str,
 )
