@@ -442,8 +442,8 @@ def test_where_records_are_scarce_means_come_first() -> None:
             "shares of about 3.0 records each, which is too few to learn from; choose --teachers under 12",
         ),
         ({"teachers": 10}, 60, ""),
-        ({}, 60, "a class has about 6 records, and one with less than"),
-        ({"epsilon": 0.01}, 3000, "a class has about 300 records, and one with less than"),
+        ({}, 60, "a class has about 6 records, and a class with fewer than"),
+        ({"epsilon": 0.01}, 3000, "a class has about 300 records, and a class with fewer than"),
         ({}, 60_000, ""),
     ],
 )
@@ -460,7 +460,7 @@ def test_what_to_expect_gets_better_with_epsilon() -> None:
     for epsilon in (0.003, 0.05, 1.0, 10.0):
         budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), epsilon=epsilon), MNIST)
         counts, means = settings.expect(MNIST, budget)
-        assert "of about 6e+03" in counts
+        assert "(about 6e+03 records)" in counts
         places.append([*words, NOTHING_ELSE].index(means.split("; ", 1)[1]))
     assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
     budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
