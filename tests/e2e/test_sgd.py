@@ -309,7 +309,7 @@ def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monk
     from_cache = features.extract(extractor, images, device=device)
     alone = features.extract(extractor, images[:1], device=device)  # a record's features are its own affair
     torch.testing.assert_close(alone, from_cache[:1], rtol=1e-2, atol=1e-2)
-    assert "linear head" in datalens("sgd", *asked, "--network", "cnn", "--out", tmp_path / "r2").refused()
+    assert "need --network linear" in datalens("sgd", *asked, "--network", "cnn", "--out", tmp_path / "r2").refused()
     (tmp_path / "wrong.pth").write_bytes(b"no weights")
     with pytest.raises(DatalensError, match="holds no weights"):
         features.find(str(tmp_path / "wrong.pth")).load()

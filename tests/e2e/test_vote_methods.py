@@ -132,7 +132,7 @@ def test_all_planned_steps_fit_even_if_every_check_passes(accountant: Any) -> No
         ({"method": "pategan", "noise": "discrete-gaussian", "noise_seed": 1}, "has no seed"),
         ({"method": "pategan", "batch": 1}, "--batch must be at least 2"),
         ({"method": "pategan", "basis_size": 1000, "basis": "dct"}, "more than an image's 784"),
-        ({"method": "pategan", "basis_size": 10, "basis": "pixel", "network": "paper"}, "belongs to --basis dct"),
+        ({"method": "pategan", "basis_size": 10, "basis": "pixel", "network": "paper"}, "is for --basis dct"),
         ({"method": "pategan", "basis": "pixel", "network": "spectral"}, "cosine"),
         ({"method": "pategan", "teachers": 10**6}, "most shares would be empty"),
         ({"method": "pategan", "k": 3}, "is not an option of --method pategan"),

@@ -465,7 +465,8 @@ def test_what_to_expect_gets_better_with_epsilon() -> None:
     assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
     budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
     assert votes.expect(MNIST, budget) == [
-        f"a vote stands out of the noise (by two σ) where {2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
+        "a vote exceeds two standard deviations of the noise where "
+        f"{2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
     ]
     few = dataclasses.replace(votes, teachers=5)
     assert "expect noise" in few.expect(MNIST, budget)[0]
