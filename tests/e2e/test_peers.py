@@ -138,7 +138,7 @@ def test_a_run_whose_state_is_gone_does_not_replace_a_better_release(monkeypatch
     before = {path.name: path.read_bytes() for path in (run / "release").iterdir()}
     ledger = (run / "ledger.jsonl").read_bytes()
     line = datalens("train", "--resume", "--out", run).refused(after_start=True)
-    assert "Nothing was spent" in line and "its release stands" in line
+    assert "Nothing was spent" in line and "its release stays valid" in line
     assert (run / "ledger.jsonl").read_bytes() == ledger
     assert {path.name: path.read_bytes() for path in (run / "release").iterdir()} == before
     datalens("verify", run).succeeded()

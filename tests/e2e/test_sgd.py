@@ -205,7 +205,7 @@ def test_a_run_whose_checkpoint_is_gone_does_not_replace_its_release(
     kept = ["ledger.jsonl", "parked.json", *(f"release/{path.name}" for path in (run / "release").iterdir())]
     before = {name: (run / name).read_bytes() for name in kept}
     line = datalens("sgd", "--out", run, "--resume").refused(after_start=True)
-    assert "Nothing was spent" in line and "its release stands" in line
+    assert "Nothing was spent" in line and "its release stays valid" in line
     assert {name: (run / name).read_bytes() for name in kept} == before
     (run / "release").rename(run / "kept")  # as the line says
     assert datalens("sgd", "--out", run, "--resume", "--json").succeeded().json["steps"] < 40
