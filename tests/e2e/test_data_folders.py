@@ -131,7 +131,7 @@ def test_sets_that_cannot_be_downloaded(tmp_path: Path, datalens: Call, monkeypa
     assert rows["scenes"]["note"] == "a stand-in for Places365"
     listing = datalens("data", "list").succeeded().out
     assert "a stand-in for Places365" in listing
-    assert "by hand: datalens data get celeba-hair" in listing
+    assert "where to put it: datalens data get celeba-hair" in listing
 
 
 def test_a_folder_for_a_set_that_has_none(faces: Path, tmp_path: Path, datalens: Call) -> None:

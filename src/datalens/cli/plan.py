@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
-    """Show what `train` would do and cost. Own data is read as far as its schema needs; named data not at all.
+    """Show what `train` would do and cost. Of your own data, only what the schema needs is read.
 
     Each method has options of its own: `datalens plan --method NAME --help`.
     """
