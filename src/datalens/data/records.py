@@ -236,12 +236,12 @@ def check_fixed_positions(records: Records) -> None:
 
 def _those(which: np.ndarray) -> Choose:
     """Choose records by their number among those seen; positions may have gaps where a set leaves records out."""
-    asked = 0
+    count = 0
 
     def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-        nonlocal asked
-        numbers = np.arange(asked, asked + len(index))
-        asked += len(index)
+        nonlocal count
+        numbers = np.arange(count, count + len(index))
+        count += len(index)
         return np.where(np.isin(numbers, which), 0, -1)
 
     return choose
@@ -249,16 +249,16 @@ def _those(which: np.ndarray) -> Choose:
 
 def _count(records: Records) -> int:
     """Return how many records there are, without decoding any."""
-    asked = 0
+    count = 0
 
     def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-        nonlocal asked
-        asked += len(index)
+        nonlocal count
+        count += len(index)
         return np.full(len(index), -1, dtype=np.int64)
 
     for _ in records.blocks(choose):
         pass
-    return asked
+    return count
 
 
 def draw(count: int, most: int, seed: int) -> np.ndarray:

@@ -132,7 +132,7 @@ class Settings:
 
     @property
     def one_charge(self) -> bool:
-        """Whether the number of charges says nothing about the number of steps."""
+        """Whether charges do not correspond to steps one by one."""
         return False
 
     @property

@@ -226,8 +226,10 @@ class Run:
 
     @property
     def noise_seed(self) -> int | None:
-        """Seed of the next noise; None: noise comes from the operating system. It changes with every charge, so that no
-        noise is used twice."""
+        """Seed of the next noise; None: noise comes from the operating system.
+
+        It changes with every charge, so that no noise is used twice.
+        """
         seed = self.config["options"]["noise_seed"]
         return None if seed is None else seed + len(self.ledger.events)
 

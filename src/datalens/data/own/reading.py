@@ -71,7 +71,7 @@ class Reading:
             return None
         try:
             listed = self.classes.split(",")
-            if os.path.isfile(self.classes):  # which is false, and no error, for a list too long for a name
+            if os.path.isfile(self.classes):  # false, without an error, for a list too long for a file name
                 listed = Path(self.classes).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DatalensError(f"--classes {self.classes} cannot be read ({error})") from None
