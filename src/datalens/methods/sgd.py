@@ -58,10 +58,10 @@ class Options:
         int | None, arg(metavar="INT", help_behavior_hint="(default: 1/30 of the records; linear: 512 or 1/20)")
     ] = None
     """Expected number of records in a step: each is in it with probability batch size / nominal size."""
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --clip)")] = None
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: from --clip)")] = None
     """Learning rate."""
     epochs: Annotated[
-        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: from --epsilon, unless --sigma is given)")
     ] = None
     """Expected number of steps that a record is in."""
     constant_rate: bool = False
