@@ -6,7 +6,7 @@ model = DataLens(epsilon=1.0, delta=1e-5, nominal_size=60_000).fit(images, label
 synthetic = model.sample(10_000)
 model.save("release/")
 
-What the command line does, from Python:
+The steps of the command line, from Python:
 
 from pathlib import Path
 from datalens import TrainOptions, check_release, sample, train
@@ -20,8 +20,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# On some CPUs MKL, by which torch multiplies, rounds a product by where in memory its factors lie, unless it is told
-# otherwise before its first one. A teacher's row must not depend on that (docs/decisions.md).
+# On some CPUs MKL, which torch uses for products, rounds them differently depending on the memory addresses of the
+# factors, unless this is set before its first product. A teacher's row must not depend on them (docs/decisions.md).
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see below
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names are loaded when they are used: importing datalens does not import torch."""
+    """Load a public name when it is first used, so that importing datalens does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'datalens' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

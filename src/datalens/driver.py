@@ -1,6 +1,6 @@
-"""The one sequence of `datalens train`: open, plan, gather, reserve and create or resume, train, release, say so.
+"""The sequence of steps of `datalens train`: plan, open, gather, reserve and create or resume, train, release, report.
 
-A method is asked through `plans.base.Method`; nothing here knows which one it is.
+Methods are called through `plans.base.Method`; nothing here depends on which method it is.
 """
 
 import contextlib
@@ -34,33 +34,44 @@ if TYPE_CHECKING:
     from datalens.plans.base import Gathered
     from datalens.run.ranks import World
 
-NEWS_SECONDS = 60.0  # a network file system may take this long to show a machine what another one has written
+NEWS_SECONDS = 60.0  # a network file system may take this long to show one machine what another has written
 
 
 def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
-    """Train, or continue a run, and write its release. Returns the facts `--json` prints; rank 0 alone has them.
+    """Train, or resume a run, and write its release.
 
     Args:
-        given: options that were named by the caller, where that is known; one may repeat a default and mean it. Where
-            it is not, and a run goes on, epsilon, delta, relation and noise_seed must be those it was begun with.
-        records: in the place of a file; `options.data` is then no more than a name.
+        options: what to do.
+        given: options that the caller named, where that is known: an option that repeats a default may be meant. Where
+            it is not known, and a run is resumed, epsilon, delta, relation and noise_seed must be those it was begun
+            with.
+        records: used instead of a file; `options.data` is then only a name.
+
+    Returns:
+        The facts that `--json` prints, on rank 0; an empty dict on other ranks.
+
+    Raises:
+        DatalensError: nothing can be trained like this.
+        BudgetExceeded: the privacy budget does not cover it.
     """
     from datalens.run.ranks import World
 
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(World.start(options.device))
-        job = world.together(lambda: dataclasses.replace(make_job(options, given, records), records=records))
+        job = world.together(lambda: make_job(options, given, records))
         world.agree({"out": str(options.out), **job.facts()})
         settings, method = job.settings, method_of(job.settings)
         world.together(lambda: _check_ranks(settings, method, world))
         asked = {**job.options, **options.own}
-        place = Place(device=world.device, folder=options.out, world=world, options=asked, held_out=_held_out(job))
+        held_out = _held_out(job) if records is None else None  # arrays from Python have no test split
+        place = Place(device=world.device, folder=options.out, world=world, options=asked, held_out=held_out)
 
         run = world.together(lambda: _open(options, job) if world.leads else None)
         if run is not None:
             stack.callback(run.close)
         gathered = world.together(lambda: method.gather(_records(job), settings, place))  # before the run exists
+        job = dataclasses.replace(job, records=None)  # not needed any more, and may be large
         data = _whole(gathered, world)
         if not job.begun:
             run = world.together(lambda: _create(options, job, data) if world.leads else None)
@@ -77,13 +88,16 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
         say(_opening(run))
         model = method.train(run, gathered, settings, place)
         if run.completed == 0:
-            raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
+            raise BudgetExceeded(
+                "the budget is spent, and interruptions lost every release: there is nothing to learn from; begin "
+                "another run"
+            )
         _release(run, model)
         say(_closing(run))
         return _facts(run, began)
 
 
-# --- what is said and returned ----------------------------------------------------------------------------------------
+# --- messages and results ---------------------------------------------------------------------------------------------
 
 
 def _stamp(run: Run) -> str:
@@ -98,28 +112,28 @@ def _opening(run: Run) -> str:
 
 def _closing(run: Run) -> str:
     settings, steps, budget = run.settings, run.completed, run.ledger.budget
-    planned, counted = settings.steps_planned, settings.step_name
-    short = "" if run.interrupted or steps == planned or counted != "steps" else f" of {planned}"
+    planned, unit = settings.steps_planned, settings.step_name
+    of_planned = "" if run.interrupted or steps == planned or unit != "steps" else f" of {planned}"
     lost = run.lost
     if lost is None:
         lost = 0 if settings.one_charge else len(run.ledger.events) - steps
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost > 0 else ""
     state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
     return (
-        f"{state} {steps}{short} {counted}{wasted}, spent {budget.describe(run.ledger.spent())}.{_stamp(run)} "
+        f"{state} {steps}{of_planned} {unit}{wasted}, spent {budget.describe(run.ledger.spent())}.{_stamp(run)} "
         f"Report: {run.path / 'release' / 'report.html'}"
     )
 
 
 def _facts(run: Run, began: float) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the facts that `--json` prints."""
     settings, budget = run.settings, run.ledger.budget
-    own = settings.facts(run.ledger.events) | run.facts
+    method_facts = settings.facts(run.ledger.events) | run.facts
     return {
         "run": str(run.path),
         "method": settings.method,
         "preset": settings.preset,
-        "warm_start": own["warm_start"],
+        "warm_start": method_facts["warm_start"],
         "epsilon": json_number(budget.epsilon),
         "epsilon_spent": json_number(run.ledger.spent()),
         "delta": budget.delta,
@@ -127,12 +141,12 @@ def _facts(run: Run, began: float) -> dict[str, Any]:
         "accountant": budget.accountant,
         "steps": run.completed,
         "queries": sum(getattr(event, "queries", 0) for event in run.ledger.events),
-        "sigma": own["sigma"],  # None where every release has its own; the ledger names them
+        "sigma": method_facts["sigma"],  # None where each release has its own, which the ledger names
         "noise": settings.noise,
         "seconds": round(time.monotonic() - began, 2),
         "private": math.isfinite(budget.epsilon) and not settings.noise_seeded,
         "interrupted": run.interrupted,
-        **{name: value for name, value in own.items() if name not in ("warm_start", "sigma")},
+        **{name: value for name, value in method_facts.items() if name not in ("warm_start", "sigma")},
     }
 
 
@@ -170,15 +184,14 @@ def _check_ranks(settings: Settings, method: Method, world: "World") -> None:
         )
 
 
-def _held_out(job: Job) -> "Callable[[], Dataset] | None":
-    """Return a reader of the test split, where the data came by a name or from files."""
-    if job.records is not None:
-        return None
+def _held_out(job: Job) -> "Callable[[], Dataset]":
+    """Return a function that reads the test split of a named data set, or of the user's own files."""
     data, folder, reading = job.options["data"], job.options.get("data_folder"), Reading.of(job.options)
     return lambda: formats.load(data, "test", folder=folder, reading=reading)
 
 
 def _records(job: Job) -> "Records":
+    """Return the training records; raise if their schema is not the run's."""
     records = job.records or formats.open_records(
         job.options["data"],
         nominal_size=job.options["nominal_size"],
@@ -186,7 +199,9 @@ def _records(job: Job) -> "Records":
         reading=Reading.of(job.options),
     )
     if records.schema != job.schema:
-        raise DatalensError(f"{job.options['data']} is not what this run was begun with: put it back, or start another")
+        raise DatalensError(
+            f"{job.options['data']} is not the data this run was begun with: put that back, or start another run"
+        )
     return records
 
 
@@ -195,10 +210,11 @@ class Data:
     """All records, over all ranks. Private."""
 
     count: int
-    fingerprint: int  # a resumed run must go on with the data it was begun with
+    fingerprint: int  # tells whether a resumed run has the data that it was begun with
 
 
 def _whole(gathered: "Gathered", world: "World") -> Data:
+    """Return the number of records and their fingerprint, summed over all ranks."""
     if world.size == 1:
         return Data(count=gathered.count, fingerprint=gathered.fingerprint)
     parts = [part.decode().split() for part in world.gather(f"{gathered.count} {gathered.fingerprint}".encode())]
@@ -207,15 +223,15 @@ def _whole(gathered: "Gathered", world: "World") -> Data:
 
 
 def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) -> None:
-    """Every rank must see the one run folder, to keep its teachers' states there; and the data it was begun with."""
+    """Raise unless this rank sees the run folder, where its teachers' states are kept, and has the data of the run."""
     end = time.monotonic() + (NEWS_SECONDS if wait else 0.0)
     while not (options.out / "config.json").is_file() and time.monotonic() < end:
         time.sleep(0.05)
     if not (options.out / "config.json").is_file():
-        raise DatalensError(f"{options.out} is not there: --out must lie on a file system that all machines share")
+        raise DatalensError(f"{options.out} is not there: --out must be on a file system that all machines share")
     if read_config(options.out).get("data_sha256") != f"{data.fingerprint:064x}":
         raise DatalensError(
-            f"{job.options['data']} is not what {options.out} was begun with: put it back, or start another run"
+            f"{job.options['data']} is not the data {options.out} was begun with: put that back, or start another run"
         )
 
 
@@ -223,7 +239,7 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 
 
 def _open(options: TrainOptions, job: Job) -> Run | None:
-    """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
+    """Lock and return a run that is resumed. For a new one, find what would refuse it before the records are read."""
     if job.begun:
         go_on(options.out)
         return Run.resume(options.out)
@@ -231,7 +247,7 @@ def _open(options: TrainOptions, job: Job) -> Run | None:
     assert job.budget is not None
     check_room(options, job.settings, job.schema, job.budget)
     if why := job.settings.refusal(job.schema, job.budget):
-        raise DatalensError(f"nothing would come of this, and nothing was spent: {why}")
+        raise DatalensError(f"this run cannot succeed, so nothing was charged: {why}")
     for line in warnings(job.budget, job.schema, job.settings):
         say(f"warning: {line}")
     return None

@@ -1,8 +1,8 @@
-"""Errors a person can act on. The command line prints them as one line and exits with `exit_code`."""
+"""Errors that a person can act on. The command line prints them as one line, and exits with `exit_code`."""
 
 
 class DatalensError(Exception):
-    """Bad input: the message says what is wrong and what to do."""
+    """The input is invalid. The message says what is wrong and what to do."""
 
     exit_code = 2
 
@@ -13,18 +13,18 @@ class DatalensError(Exception):
 
 
 class BudgetExceeded(DatalensError):
-    """A release would cost more than the privacy budget holds. Nothing was released."""
+    """A release would cost more than is left of the privacy budget. It did not take place."""
 
     exit_code = 3
 
 
 class TamperedError(DatalensError):
-    """A ledger or certificate is not what was written."""
+    """A ledger or certificate was changed after it was written."""
 
 
 class SaidElsewhere(DatalensError):
-    """The process that leads the run says it: this one, another rank of it, ends with the same code and no word."""
+    """Ends a rank whose error rank 0 reports. It exits with the same code, and prints nothing."""
 
 
 class UnpriceableEvent(DatalensError):
-    """An accountant met an event it does not understand, and refuses to guess."""
+    """An accountant has no price for an event, and refuses to guess one."""

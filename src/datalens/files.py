@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, durable, and where asked readable by their owner alone."""
+"""Files on disk: written completely or not at all, durable, and on request readable by their owner alone."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def for_the_owner(path: str, flags: int) -> int:
-    """An opener: a new file may be read by its owner alone, whatever the process grants otherwise."""
+    """Open a file; a new one can be read by its owner alone, whatever the umask. To be passed to `open` as `opener`."""
     return os.open(path, flags, 0o600)
 
 
 def sync_directory(path: Path) -> None:
-    """A new file survives a crash only once its directory entry does."""
+    """Make the entries of a directory durable: a new file survives a crash only once its directory entry does."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,11 +29,14 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
-    """A draft to write to, which takes the place of `path` when the block ends, and is removed if it fails.
+    """Yield a draft to write to. It replaces `path` when the block ends, and is removed if the block fails.
 
-    Readers see the old file or the new one, never a part, also after a crash. `private`: for the owner's eyes only.
-    `shared`: other processes may write the same file at the same time, so each has a draft of its own; otherwise the
-    draft's name is always the same, and one that a killed process left is written over.
+    Readers see the old file or the new one, never a part of one, even after a crash.
+
+    Args:
+        private: only the owner may read the file.
+        shared: other processes may write the same file at the same time, so each has a draft of its own. Otherwise the
+            draft always has the same name, and one that a killed process left is overwritten.
     """
     draft = path.with_name(f".datalens-{secrets.token_hex(6)}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -48,13 +51,17 @@ def replacing(path: Path, *, private: bool = False, shared: bool = False) -> Ite
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write the whole file or none of it, also after a crash. `private`: for the owner's eyes only."""
+    """Write the whole file or none of it, even in a crash. `private`: only the owner may read it."""
     with replacing(path, private=private) as file:
         file.write(content)
 
 
 def store(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Do the same in a cache, where other processes may be storing the same file."""
+    """Write the whole file or none of it in a cache, where other processes may be writing the same file.
+
+    Raises:
+        DatalensError: the file cannot be written.
+    """
     try:
         with replacing(path, private=private, shared=True) as file:
             file.write(content)
@@ -63,9 +70,12 @@ def store(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def write_new(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file that is whole from the start. One that is there is never replaced: FileExistsError.
+    """Write a new file, completely from the start; an existing file is never replaced.
 
-    Of several processes, one is first. Durable once the folder is synced, too (`sync_directory`).
+    If several processes try, one succeeds. The file is durable once its folder is synced, too (`sync_directory`).
+
+    Raises:
+        FileExistsError: there is a file already.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -79,7 +89,11 @@ def write_new(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]) -> None:
-    """The whole file or none of it, durably, and for the owner's eyes only."""
+    """Write tensors, and facts about them, durably: the whole file or none of it. Only the owner may read it.
+
+    Raises:
+        DatalensError: the file cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -87,11 +101,11 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]", facts: dict[str, str]
     draft.touch(mode=0o600)
     try:
         save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, draft, metadata=facts)
-    except SafetensorError as error:  # also what it makes of a full disk
+    except SafetensorError as error:  # raised for a full disk, too
         draft.unlink(missing_ok=True)
         need = sum(value.nbytes for value in tensors.values())
         raise DatalensError(
-            f"cannot write {draft} ({error}): {draft.parent} needs room for {need:,} bytes; make some, then continue "
+            f"cannot write {draft} ({error}): {draft.parent} needs {need:,} free bytes; free some space, then continue "
             "with --resume"
         ) from error
     draft.chmod(0o600)

@@ -1,4 +1,4 @@
-"""What may be asked of a run: the options that every method takes. A method's own are in its file (`Options`)."""
+"""The options that every method takes. The options of one method are in its file (`Options`)."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ NoiseName = Literal["discrete-gaussian", "gaussian"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 Relation = Literal["add-remove", "replace-one"]
 
-# For a method's own options: None stands for what its preset has.
+# Types for a method's own options, in which None stands for the preset's value.
 _FROM_PRESET = "(default: from the preset)"
 WholeNumber = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_FROM_PRESET)]
 Number = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_FROM_PRESET)]
@@ -24,9 +24,9 @@ CHOICE = arg(help_behavior_hint=_FROM_PRESET)
 Noise = Annotated[
     NoiseName | None,
     arg(
-        help="discrete-gaussian: whole numbers, sampled exactly by OpenDP. gaussian: from float64, rounded for whole "
-        "votes.",
-        help_behavior_hint="(default: discrete-gaussian where OpenDP is installed)",
+        help="discrete-gaussian: whole numbers, sampled exactly by OpenDP. gaussian: float64 numbers, rounded where "
+        "votes are whole numbers.",
+        help_behavior_hint="(default: discrete-gaussian if OpenDP is installed)",
     ),
 ]
 
@@ -37,18 +37,18 @@ NominalSize = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """How files of the user's own are read (`data.own.reading.Reading`)."""
+    """How the user's own files are read (`data.own.reading.Reading`)."""
 
     label: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Column of labels (default: label; folders of images: the folders). none: one class."""
+    """Column with the labels (default: label; in a folder of images, the folders). none: one class."""
     classes: Annotated[str | None, arg(metavar="A,B,…|FILE", help_behavior_hint="")] = None
-    """The classes, declared public. Left out, they are read off the data."""
+    """The classes, declared public (default: read off the data, with a warning)."""
     image_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
-    """32, or HEIGHTxWIDTH, 8 to 128: cut to that shape and resized. Left out: all have one size."""
+    """Crop and resize images to 32, or HEIGHTxWIDTH; 8 to 128 (default: all have one size)."""
     grayscale: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Make colour images grey."""
+    """Convert colour images to grey."""
     record_id: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Whose image it is: protects persons, not images. Folders of images: prefix, or folder."""
+    """Column with the person of each image, to protect persons. Folder of images: prefix or folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,58 +56,59 @@ class _WhichData:
     data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
     """A named set (`datalens data list`), or your own folder of images, .parquet, .csv, .npz, idx."""
     data_folder: DataFolder = None
-    """Where a named set lies that cannot be downloaded."""
+    """Folder of a named set that cannot be downloaded."""
     nominal_size: NominalSize = None
-    """For your own data: about how many records there are. Declared public."""
+    """Your own data: about how many records (or persons) there are, declared public."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(ReadingOptions, _WhichData):
-    """Which data, and how it is read. (Fields of the last base come first.)"""
+    """Which data to use, and how to read it. (The fields of the last base class come first.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """What is promised."""
+    """The privacy budget."""
 
     epsilon: float = 1.0
     """Privacy budget. `inf`: no noise and no guarantee."""
     delta: float = 1e-5
-    """Well under 1 / number of records."""
+    """Probability that the guarantee of epsilon fails; choose it well under 1 / number of records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """How images are made."""
+    """The method, and its preset."""
 
     method: Annotated[str, arg(metavar="NAME")] = "datalens"
-    """How images are made (docs/methods.md)."""
+    """The method that makes images (docs/methods.md)."""
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """A method's ready-made settings."""
+    """Named settings of the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run is kept, and how it is done."""
+    """The folder of a run, and how it is executed."""
 
     out: Path
     """Folder of the run. Its `release/` may be handed on; the rest is private."""
     resume: Annotated[bool, arg(help_behavior_hint="")] = False
     """Continue the run in --out after an interruption."""
     budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """The data set's own budget (`datalens budget`), of which this run takes its part."""
+    """Budget that all runs on this data share (`datalens budget`); this run is counted in it."""
     seed: int = 0
-    """Of training. Privacy noise comes from the operating system."""
+    """Seed of training. Privacy noise is not seeded: it comes from the operating system."""
     device: DeviceName = "auto"
     """auto: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriceOptions:
-    """What neighbouring data sets are, and who prices a release."""
+    """The neighbouring relation, and the accountant."""
 
     relation: Relation = "add-remove"
-    """Neighbouring data sets: one record present or absent, or one record of a list replaced."""
+    """Neighbouring data sets. add-remove: one record is present or absent. replace-one: one record of a list is
+    replaced."""
     accountant: Annotated[
         Literal["exact", "rdp", "rdp-improved", "pld", "prv", "moments"] | None,
         arg(metavar="{exact,rdp,rdp-improved,pld}", help_behavior_hint="(default: the method's)"),
@@ -118,12 +119,12 @@ class PriceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RareOptions:
-    """What few runs need."""
+    """Options that few runs need."""
 
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed the privacy noise, for debugging: the run is stamped NOT PRIVATE."""
     tensorboard: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Log scalars and pictures for TensorBoard into the run folder (private: not covered by ε)."""
+    """Write scalars and pictures for TensorBoard to the run folder (private: not covered by ε)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +132,22 @@ class NoOptions:
     """The options of a method that has none of its own."""
 
 
-# Options that change no result, or say where things are: a run does not remember them, and --resume may change them.
+# Options that change no result, or name places: config.json does not keep them, and --resume may change them.
 FORGOTTEN = ("out", "resume", "json", "device", "chunk", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class TrainOptions(RareOptions, PriceOptions, RunOptions, MethodOptions, BudgetOptions, DataOptions):
-    """What is asked of a run, from Python: the options of `datalens train`, the method's own among them.
+    """The options of a run, as `datalens train` takes them, including those of its method.
+
+    Args:
+        out: folder of the run.
+        own: options of the method, by name.
+        options: any other option, by name. One that is not shared by all methods is added to `own`, and one that is
+            None or False counts as not given. The plan checks that the method has it.
 
     Attributes:
-        own: those of the method's own options that were given, by name. `TrainOptions(k=200, …)` puts them there; the
-            plan checks that the method has them.
+        own: the options of the method that were given, by name.
 
     Examples:
         >>> from pathlib import Path
@@ -161,13 +167,13 @@ class TrainOptions(RareOptions, PriceOptions, RunOptions, MethodOptions, BudgetO
         vars(self).update({**values, "out": Path(out), "own": {**(own or {}), **given}})
 
     def remembered(self) -> dict[str, Any]:
-        """Return what config.json keeps: all that decides a result, flat, with absolute paths."""
+        """Return the options that config.json keeps: all that decide a result, in one dict, with absolute paths."""
         from datalens.data import formats
 
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "own"} | dict(self.own)
         fields = {name: value for name, value in fields.items() if name not in FORGOTTEN}
         if fields["data"] is not None and formats.is_own(fields["data"]):
-            fields["data"] = os.path.abspath(fields["data"])  # --resume may be called from elsewhere
+            fields["data"] = os.path.abspath(fields["data"])  # --resume may be called from another folder
         for name in ("data_folder", "budget"):
             if fields[name] is not None:
                 fields[name] = os.path.abspath(fields[name])
@@ -181,7 +187,13 @@ SHARED = frozenset(f.name for f in dataclasses.fields(TrainOptions)) - {"own"}
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
-    """Raise if a value from Python is none that the option of this type can have."""
+    """Raise if an option of this type cannot have this value.
+
+    Args:
+        name: of the option, for the message.
+        value: from Python.
+        kind: the option's type, perhaps with `Annotated`.
+    """
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     kinds = get_args(kind) if get_origin(kind) not in (None, Literal) else (kind,)

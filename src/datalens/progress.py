@@ -19,24 +19,24 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
-    """One line to the person at the terminal."""
+    """Print one line on stderr."""
     console.print(message, markup=False)
 
 
 @functools.cache
 def say_once(message: str) -> None:
-    """The same, where one process comes to it several times."""
+    """Print one line on stderr, but only the first time it is passed in this process."""
     say(message)
 
 
 def counted(number: int, thing: str) -> str:
-    """1 run, 2 runs."""
+    """Return a number with its noun: "1 run", "2 runs"."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 @contextmanager
 def bar(description: str, total: float | None) -> Iterator[tuple[Progress, TaskID]]:
-    """A progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`."""
+    """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

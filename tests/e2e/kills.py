@@ -100,8 +100,8 @@ def one(folder: Path, number: int, moment: float, twin: str | None) -> dict[str,
     steps = [json.loads(line)["event"]["step"] for line in ledgers[-1].splitlines()[1:]]
     return {
         "unfinished": bool(unfinished) or code != 0,
-        "lost": len(steps) - len(set(steps)) + (1 if "too much to release" in said else 0),
-        "fell_back": "differ from their class's mean" in said,  # finished, but without covariances
+        "lost": len(steps) - len(set(steps)) + (1 if "would be mostly noise" in said else 0),
+        "fell_back": "differ from the mean of their class" in said,  # finished, but without covariances
         "problems": [f"kill {number}: {problem}" for problem in problems if problem not in unfinished],
         "charged": faults.charges_in(ledgers[0]),
         "windows": windows(seen),

@@ -73,7 +73,7 @@ def test_resume_does_not_reserve_twice(
     datalens("train", "--resume", "--out", tmp_path / "copy").succeeded()  # the first to go on has the reservation
     before = (budget / "budget.jsonl").read_bytes()
     for _ in range(2):
-        assert "a copy of this run has gone on" in datalens("train", "--resume", "--out", out).refused()
+        assert "a copy of this run was resumed since" in datalens("train", "--resume", "--out", out).refused()
     assert (budget / "budget.jsonl").read_bytes() == before
     out = tmp_path / "copy"
     datalens("train", "--resume", "--out", out).succeeded()

@@ -90,7 +90,7 @@ def damaged(faces: Path, tmp_path: Path) -> Path:
     ("make", "says"),
     [
         (lambda faces, tmp: tmp / "nowhere", "is not a folder"),
-        (lambda faces, tmp: tmp, "holds no train*.parquet: there should be img_align_celeba/, list_attr_celeba.txt"),
+        (lambda faces, tmp: tmp, "holds no train*.parquet: put img_align_celeba/, list_attr_celeba.txt"),
         (damaged, "image train-00000-of-00001-17.jpg is not a readable image"),
     ],
 )
@@ -131,7 +131,7 @@ def test_sets_that_cannot_be_downloaded(tmp_path: Path, datalens: Call, monkeypa
     assert rows["scenes"]["note"] == "a stand-in for Places365"
     listing = datalens("data", "list").succeeded().out
     assert "a stand-in for Places365" in listing
-    assert "by hand: datalens data get celeba-hair" in listing
+    assert "where to put it: datalens data get celeba-hair" in listing
 
 
 def test_a_folder_for_a_set_that_has_none(faces: Path, tmp_path: Path, datalens: Call) -> None:
@@ -148,4 +148,4 @@ def test_a_part_of_a_set_with_its_size_declared(faces: Path, tmp_path: Path, dat
     assert config["settings"]["teachers"] == 6
     datalens("train", "--out", tmp_path / "run", "--resume").succeeded()
     line = datalens(*asked, "--out", tmp_path / "other").refused()
-    assert "what a named data set holds is public" in line
+    assert "the size of a named data set is public" in line

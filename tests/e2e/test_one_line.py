@@ -23,7 +23,7 @@ TRAIN = ("train", "--data", "digits", "--out", "z")
         ((*TRAIN, "--relation", "both"), "--relation must be one of add-remove, replace-one, not 'both'"),
         (
             ("train", "digits", "--out", "z"),
-            "datalens train has no place for digits: `datalens train --help` shows all",
+            "datalens train does not take the argument digits: `datalens train --help` shows all",
         ),
         (("train", "--data", "digits"), "datalens train needs --out PATH; `datalens train --help` shows all options"),
         (("sample",), "datalens sample needs RUN and --out PATH; `datalens sample --help` shows all options"),
@@ -47,7 +47,7 @@ def test_one_line_says_it(datalens, words, said, tmp_path, monkeypatch):
 
 
 def test_what_a_command_of_several_needs(datalens):
-    said = "datalens data needs one of list, get; `datalens data --help` shows what they do"
+    said = "datalens data needs one of list, get; `datalens data --help` describes them"
     assert datalens("data").refused() == datalens("data", "--json").refused() == f"datalens: {said}"
     assert "datalens audit needs one of mechanism, end-to-end, " in datalens("audit", "--json").refused()
     assert "did you mean" not in datalens("audit", "--json").refused()
@@ -85,7 +85,7 @@ def test_after_ctrl_c_it_says_what_was_spent_and_how_to_go_on(datalens, tmp_path
     finally:
         signal.signal(signal.SIGINT, before)
     assert "stopped; ε = " in line and "add-remove, exact accountant) is charged" in line
-    assert f"go on with `datalens train --out {run} --resume`" in line
+    assert f"continue with `datalens train --out {run} --resume`" in line
     monkeypatch.undo()
     assert "more charged, and lost" not in datalens("train", "--out", run, "--resume").succeeded().err
 
@@ -93,7 +93,7 @@ def test_after_ctrl_c_it_says_what_was_spent_and_how_to_go_on(datalens, tmp_path
 def test_stopped_before_there_was_a_run(tmp_path):
     assert _stopped("train", tmp_path / "run") == _stopped("verify", tmp_path) == _stopped("train", None) == "stopped"
     (tmp_path / "ledger.jsonl").write_text("torn")
-    assert _stopped("sgd", tmp_path) == f"stopped: go on with `datalens sgd --out {tmp_path} --resume`"
+    assert _stopped("sgd", tmp_path) == f"stopped: continue with `datalens sgd --out {tmp_path} --resume`"
 
 
 def test_a_class_that_was_left_out_is_named(datalens, tmp_path):
@@ -111,7 +111,7 @@ def test_verify_says_what_is_protected_and_what_it_is_worth(datalens, tmp_path):
     asked = ("train", "--data", "digits", "--epsilon", 12, "--delta", 0.01)
     datalens(*asked, "--out", tmp_path / "run").succeeded()
     said = datalens("verify", tmp_path / "run").succeeded().out
-    assert "Protected is one image." in said
+    assert "The privacy unit is one image." in said
     assert "warning: delta 0.01 is more than 1 / 1437 records" in said and "warning: epsilon 12 is more than 10" in said
     assert datalens("verify", tmp_path / "run", "--json").succeeded().json["unit"] == "one image"
 

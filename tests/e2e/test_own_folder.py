@@ -211,7 +211,7 @@ BAD = {
     "mixed sizes": (
         lambda data: Image.new("L", (9, 9)).save(write(data, 9) / "left" / "z.png"),
         (),
-        "left/z.png is 9x9 where the first image is 16x16: say to what size all are brought, --image-size",
+        "left/z.png is 9x9 where the first image is 16x16: resize all images, with --image-size",
     ),
     "0 bytes": (lambda data: (write(data, 9) / "right" / "00001.png").write_bytes(b""), (), "00001.png is empty"),
     "link": (

@@ -138,7 +138,7 @@ def test_a_run_whose_state_is_gone_does_not_replace_a_better_release(monkeypatch
     before = {path.name: path.read_bytes() for path in (run / "release").iterdir()}
     ledger = (run / "ledger.jsonl").read_bytes()
     line = datalens("train", "--resume", "--out", run).refused(after_start=True)
-    assert "Nothing was spent" in line and "its release stands" in line
+    assert "Nothing was spent" in line and "its release stays valid" in line
     assert (run / "ledger.jsonl").read_bytes() == ledger
     assert {path.name: path.read_bytes() for path in (run / "release").iterdir()} == before
     datalens("verify", run).succeeded()
@@ -239,7 +239,7 @@ def test_a_method_without_noise_needs_an_infinite_budget(datalens, tmp_path):
 
 def test_options_of_other_methods_are_refused_by_name(datalens, tmp_path):
     options = ("--method", "dcgan", "--data", "digits", "--epsilon", "inf", "--out", tmp_path / "run")
-    assert "--k means nothing to --method dcgan" in datalens("train", *options, "--k", 3).refused()
+    assert "--k is not an option of --method dcgan" in datalens("train", *options, "--k", 3).refused()
     assert "--batch must be at least 2" in datalens("train", *options, "--batch", 1).refused()
     assert "--preset other is unknown to dcgan" in datalens("train", *options, "--preset", "other").refused()
 

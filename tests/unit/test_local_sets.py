@@ -303,7 +303,7 @@ def test_broken_official_folders(official: Path, harm: Callable[[Path], object],
         ({"image": ["a", "b"]}, r"column image must be a struct of bytes and path, not string"),
         ({"image": [{"bytes": "text", "path": "a"}] * 2}, r"column image must be a struct"),
         ({"image": [{"bytes": jpeg(1)}] * 2}, r"column image must be a struct"),
-        ({"male": [1, None]}, r"column male has gaps"),
+        ({"male": [1, None]}, r"column male has missing values"),
         ({"male": ["yes", "no"]}, r"columns male must hold numbers"),
         (
             {"image": [{"bytes": jpeg(1), "path": "a.jpg"}, {"bytes": jpeg(2)[:200], "path": "b.jpg"}]},
@@ -342,7 +342,7 @@ def test_files_that_are_no_parquet_or_missing(shards: Path, tmp_path: Path) -> N
     with pytest.raises(DatalensError, match="unknown split"):
         opened("celeba-gender", shards, "all")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatalensError, match=r"holds no train\*\.parquet: there should be img_align_celeba"):
+    with pytest.raises(DatalensError, match=r"holds no train\*\.parquet: put img_align_celeba"):
         opened("celeba-gender", tmp_path / "empty")
 
 
@@ -356,7 +356,7 @@ def test_a_nominal_size_may_be_declared_for_a_folder(shards: Path) -> None:
     declared = formats.open_records("celeba-gender", nominal_size=40_000, folder=str(shards))
     assert declared.schema == formats.schema("celeba-gender", nominal_size=40_000, folder=shards)
     assert len(collect(declared).images) == 5
-    with pytest.raises(DatalensError, match="what a named data set holds is public"):
+    with pytest.raises(DatalensError, match="the size of a named data set is public"):
         formats.schema("celeba-gender", nominal_size=40_000)
     with pytest.raises(DatalensError, match="from 1 to"):
         formats.schema("celeba-gender", nominal_size=0, folder=shards)

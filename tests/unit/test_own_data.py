@@ -385,7 +385,7 @@ def test_ids_from_python_stay_what_they_are():
     found = formats.from_arrays(IMAGES[:3], nominal_size=None, ids=[7, "7", np.int64(8)], by_person=True)
     assert found.schema.nominal_size == 2 and "true number of persons" in found.schema.note
     assert keys(found) == [b"id:7", b"id:7", b"id:8"]
-    with pytest.raises(DatalensError, match="kind float"):
+    with pytest.raises(DatalensError, match="type float"):
         formats.from_arrays(IMAGES[:2], nominal_size=None, ids=np.array([1.0, 2.0]), by_person=True)
 
 
@@ -480,7 +480,7 @@ def test_options_that_do_not_fit_a_folder(tmp_path, reading, words):
 
 def test_a_pipe_is_no_image(tmp_path):
     os.mkfifo(folder(tmp_path) / "cat" / "pipe.png")
-    with pytest.raises(DatalensError, match=r"pipe\.png is no file"):
+    with pytest.raises(DatalensError, match=r"pipe\.png is not a file"):
         opened(tmp_path)
 
 
@@ -494,7 +494,7 @@ def test_folders_without_images(tmp_path):
     with pytest.raises(DatalensError, match="no test images"):
         opened(folder(tmp_path / "all"), split="test")
     (tmp_path / "x.bin").write_bytes(b"x")
-    with pytest.raises(DatalensError, match="no folder of images"):
+    with pytest.raises(DatalensError, match="neither a folder of images nor"):
         opened(tmp_path / "x.bin")
 
 
@@ -557,3 +557,189 @@ def test_bad_idx(tmp_path, content, words):
 def test_options_of_own_data_are_not_for_named_sets():
     with pytest.raises(DatalensError, match="--grayscale is for your own data"):
         formats.open_records("digits", reading=Reading(grayscale=True))
+
+
+# --- what is read for a schema --------------------------------------------------------------------
+
+DECLARED = {"image_size": "8x10", "grayscale": True}
+NO_IMAGE = b"no image"
+
+
+def a_folder(root):
+    return folder(root), sorted(root.rglob("*.png"))
+
+
+def a_list(root):
+    return listed(root), sorted(root.rglob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reading", "unread", "looked_at"),
+    [
+        (a_folder, {}, 1, "the names of all files, and the size and colour mode of the first image"),
+        (a_folder, DECLARED, 0, "the names of all files"),
+        (a_list, {"label": "kind"}, 1, "all lines of list.csv, and the size and colour mode of the first image"),
+        (a_list, {"label": "kind"} | DECLARED, 0, "all lines of list.csv"),
+    ],
+)
+def test_of_image_files_a_schema_needs_the_first_at_most(tmp_path, make, reading, unread, looked_at):
+    """All others may be anything; they are found out when the records are read."""
+    path, files = make(tmp_path)
+    for file in files[unread:]:
+        file.write_bytes(NO_IMAGE)
+    records = opened(path, **reading)
+    assert (records.schema.height, records.schema.width, records.schema.channels) == (8, 10, 1)
+    assert formats.looked_at(records) == looked_at
+    with pytest.raises(DatalensError, match="not a readable image"):
+        collect(records)
+
+
+@pytest.mark.parametrize(
+    ("about", "reading", "looked_at"),
+    [
+        (None, {}, "all of column label, and the size and colour mode of the first image"),
+        (None, {"classes": "eel,dog,cat"} | DECLARED, "all of column label"),
+        (None, {"label": "none"} | DECLARED, "the names and types of the columns"),
+        (NAMES, DECLARED, "the names of the classes that column label comes with"),
+    ],
+)
+def test_of_parquet_a_schema_needs_labels_and_the_first_image_at_most(tmp_path, monkeypatch, about, reading, looked_at):
+    if about:
+        about = json.dumps({"info": {"features": {"label": {"names": about, "_type": "ClassLabel"}}}})
+    labels = LABELS.tolist() if about else None
+    path = parquet(tmp_path / "a.parquet", metadata=about and {"huggingface": about}, labels=labels)
+    asked = []
+    read = pq.ParquetFile.iter_batches
+
+    def watched(self, batch_size=65536, columns=None, **more):
+        for batch in read(self, batch_size=batch_size, columns=columns, **more):
+            asked.append((batch.num_rows, columns))
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", watched)
+    records = opened(path, **reading)
+    assert formats.looked_at(records).endswith(looked_at)
+    assert (12, ["label"]) in asked or "all of column" not in looked_at
+    assert [rows for rows, columns in asked if "image" in columns] == ([1] if "first image" in looked_at else [])
+
+
+def test_of_an_npz_a_schema_needs_headers_and_class_names(tmp_path):
+    """Its images may be damaged, and larger than what opening the file allocates."""
+    import tracemalloc
+
+    images = np.zeros((400, 100, 100), np.float64)  # 32 MB
+    np.savez(tmp_path / "a.npz", images=images, labels=np.arange(400) % 3, classes=np.array(NAMES), ids=np.arange(400))
+    tracemalloc.start()
+    records = opened(tmp_path / "a.npz", nominal_size=400)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert (records.schema.height, records.schema.channels, records.schema.classes) == (100, 1, tuple(NAMES))
+    assert formats.looked_at(records) == "the headers of its arrays and the names of the classes"
+    found = collect(records)
+    assert found.images.shape == (400, 100, 100, 1) and found.ids is not None
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[10_000] ^= 1  # of an image: the archive has a checksum of it
+    (tmp_path / "a.npz").write_bytes(content)
+    damaged = opened(tmp_path / "a.npz", nominal_size=400)
+    assert damaged.schema == records.schema
+    with pytest.raises(DatalensError, match=r"not a readable \.npz"):
+        collect(damaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"labels": LABELS + 1}, "label 3 has no name"),
+        ({"labels": LABELS - 1}, "labels must be 0 or more"),
+        ({"images": IMAGES / 1.0}, r"must lie in \[0, 1\]"),
+        ({"images": IMAGES[:, :, :9]}, "array images is not the one whose header was read"),
+        ({"labels": LABELS.astype(np.int32)}, "array labels is not the one whose header was read"),
+    ],
+)
+def test_the_values_of_an_npz_are_checked_when_they_are_read(tmp_path, change, words):
+    arrays = {"images": IMAGES, "labels": LABELS, "classes": np.array(NAMES)}
+    np.savez(tmp_path / "a.npz", **(arrays | ({"images": IMAGES / 255.0} if "[0, 1" in words else {})))
+    records = opened(tmp_path / "a.npz")
+    np.savez(tmp_path / "a.npz", **(arrays | change))  # in the meantime
+    with pytest.raises(DatalensError, match=words):
+        collect(records)
+
+
+def test_an_npz_without_a_class_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", images=IMAGES, labels=LABELS, classes=np.array([], str))
+    with pytest.raises(DatalensError, match="names no class"):
+        opened(tmp_path / "a.npz")
+
+
+def test_of_idx_a_schema_needs_labels_only_for_their_largest(tmp_path):
+    path, beside = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
+    path.write_bytes(idx.dump(IMAGES))
+    beside.write_bytes(idx.dump(LABELS.astype(np.uint8)))
+    records = opened(path)
+    assert records.schema.classes == ("0", "1", "2")
+    assert formats.looked_at(records).startswith("the header of the images and all labels")
+    beside.write_bytes(idx.dump(np.full(12, 3, np.uint8)))
+    declared = opened(path, classes=",".join(NAMES))
+    assert formats.looked_at(declared) == "the header of the images and that of the labels"
+    with pytest.raises(DatalensError, match="label 3 has no name"):
+        collect(declared)
+    assert formats.looked_at(opened(path, label="none")) == "the header of the images"
+    beside.write_bytes(idx.dump(np.zeros(11, np.uint8)))
+    with pytest.raises(DatalensError, match="labels must be 12"):
+        opened(path, classes=",".join(NAMES))
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "npz", "idx"])
+@pytest.mark.parametrize("verb", ["plan", "train", "inspect"])
+def test_data_is_opened_once(tmp_path, monkeypatch, kind, verb, capsys):
+    """`inspect` counts the test images, too, which are another split."""
+    from datalens.cli.plan import Plan
+    from datalens.data.own import idx_files, npz
+    from datalens.driver import train
+    from datalens.evaluate.inspection import inspect
+    from datalens.options import TrainOptions
+
+    images, labels = np.tile(IMAGES, (10, 1, 1)), np.tile(LABELS, 10)
+    reading = {}
+    if kind == "folder":
+        path = folder(tmp_path / "data", images, labels, name="{i:03}.png")
+    elif kind == "csv":
+        folder(tmp_path / "data", images, labels, name="{i:03}.png")
+        path, reading = tmp_path / "data" / "list.csv", {"label": "kind"}
+        rows = [f"{NAMES[label]}/{i:03}.png,{NAMES[label]}" for i, label in enumerate(labels)]
+        path.write_text("\n".join(["path,kind", *rows]), encoding="utf-8")
+    elif kind == "npz":
+        path = tmp_path / "a.npz"
+        np.savez(path, images=images, labels=labels, classes=np.array(NAMES))
+    else:
+        path = tmp_path / "train-images-idx3-ubyte"
+        path.write_bytes(idx.dump(images))
+        (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx.dump(labels.astype(np.uint8)))
+    calls, loads = [], []
+
+    def watched(module, name, split):
+        real = getattr(module, name)
+
+        def call(*arguments):
+            calls.append(arguments[split])
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+
+    watched(npz, "open_npz", 1)
+    watched(idx_files, "open_idx", 1)
+    watched(formats, "find", 1)
+    arrays = npz._arrays
+    monkeypatch.setattr(npz, "_arrays", lambda path, headers: loads.append(set(headers)) or arrays(path, headers))
+
+    shared = {"data": str(path), "nominal_size": 120, "epsilon": 20.0} | reading
+    if verb == "plan":
+        assert Plan(**shared).run(set()) == 0
+        assert "read from the data: the header" in capsys.readouterr().out or kind in ("folder", "csv")
+    elif verb == "train":
+        train(TrainOptions(out=tmp_path / "run", coordinates=8, texture=0, device="cpu", **shared))
+    else:
+        inspect(path, Reading(**reading), nominal_size=None, delta=1e-5, most=None)
+    assert calls == ["train", *(["test"] if verb == "inspect" else [])]
+    assert loads.count({"images", "labels"}) == (1 if kind == "npz" and verb != "plan" else 0)

@@ -96,7 +96,7 @@ def test_no_id_is_no_person(tmp_path, write, gap):
 
 @pytest.mark.parametrize("write", [npz, parquet])
 @pytest.mark.parametrize(
-    ("ids", "why"), [([1.0, 2.0, 3.0, np.nan], "no id|kind float"), ([1.0, 2.0, 3.0, 4.0], "kind float")]
+    ("ids", "why"), [([1.0, 2.0, 3.0, np.nan], "no id|type float"), ([1.0, 2.0, 3.0, 4.0], "type float")]
 )
 def test_floats_are_refused(tmp_path, write, ids, why):
     """2^53 + 1 is 2^53 among them, 7.0 is not the 7 of another file, and NaN is nobody."""
@@ -235,7 +235,7 @@ def test_some_of_the_records_have_lost_their_ids(tmp_path):
     """They are for comparing with; to train on them by person would be to protect images."""
     some = collect(opened(npz(tmp_path, list("pqrs"))), most=3)
     assert some.schema.by_person and some.ids is None
-    with pytest.raises(DatalensError, match="no ids that say whose"):
+    with pytest.raises(DatalensError, match="every image needs an id that says whose it is"):
         keys(some)
-    with pytest.raises(DatalensError, match="no ids that say whose"):
+    with pytest.raises(DatalensError, match="every image needs an id that says whose it is"):
         record_keys(IMAGES, None, by_person=True)

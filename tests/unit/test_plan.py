@@ -415,9 +415,9 @@ def test_any_setting_of_moments_can_be_overridden() -> None:
         ({"texture": 0, "teachers": 10}, "--texture is about private moments"),
         (
             {"texture": 0, "method": "datalens-paper"},
-            "--texture means nothing to --method datalens-paper: it belongs to private",
+            "--texture is not an option of --method datalens-paper: it belongs to private",
         ),
-        ({"texture": 0, "method": "dcgan"}, "--texture means nothing to --method dcgan"),
+        ({"texture": 0, "method": "dcgan"}, "--texture is not an option of --method dcgan"),
     ],
     ids=str,
 )
@@ -442,8 +442,8 @@ def test_where_records_are_scarce_means_come_first() -> None:
             "shares of about 3.0 records each, which is too few to learn from; choose --teachers under 12",
         ),
         ({"teachers": 10}, 60, ""),
-        ({}, 60, "a class has about 6 records, and one with less than"),
-        ({"epsilon": 0.01}, 3000, "a class has about 300 records, and one with less than"),
+        ({}, 60, "a class has about 6 records, and a class with fewer than"),
+        ({"epsilon": 0.01}, 3000, "a class has about 300 records, and a class with fewer than"),
         ({}, 60_000, ""),
     ],
 )
@@ -460,12 +460,13 @@ def test_what_to_expect_gets_better_with_epsilon() -> None:
     for epsilon in (0.003, 0.05, 1.0, 10.0):
         budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), epsilon=epsilon), MNIST)
         counts, means = settings.expect(MNIST, budget)
-        assert "of about 6e+03" in counts
+        assert "(about 6e+03 records)" in counts
         places.append([*words, NOTHING_ELSE].index(means.split("; ", 1)[1]))
     assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
     budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
     assert votes.expect(MNIST, budget) == [
-        f"a vote stands out of the noise (by two σ) where {2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
+        "a vote exceeds two standard deviations of the noise where "
+        f"{2 * votes.sigma / votes.teachers:.0%} of the teachers agree"
     ]
     few = dataclasses.replace(votes, teachers=5)
     assert "expect noise" in few.expect(MNIST, budget)[0]

@@ -200,7 +200,7 @@ def test_what_is_sorted_by_what_it_is_has_no_positions(kind: str, tmp_path: Path
     before, after = neighbours(60)
     a, b = opened(kind, tmp_path / "a", before), opened(kind, tmp_path / "b", after)
     for records in (a, collect(a), collect(a, most=5)):  # in memory it is no other data set
-        with pytest.raises(DatalensError, match="under replace-one teachers' shares go by position") as refused:
+        with pytest.raises(DatalensError, match="under replace-one, teachers' shares go by position") as refused:
             gathered(records)
         assert "\n" not in str(refused.value)
     # The broken twin, shares by position all the same: more teachers change than the one that is paid for.
@@ -310,7 +310,7 @@ def test_a_run_on_a_folder_is_refused_before_it_exists(method: str, tmp_path: Pa
         steps=1,
         device="cpu",
     )
-    with pytest.raises(DatalensError, match="scans: under replace-one teachers' shares go by position"):
+    with pytest.raises(DatalensError, match="scans: under replace-one, teachers' shares go by position"):
         train(dataclasses.replace(asked, out=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

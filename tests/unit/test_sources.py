@@ -454,7 +454,7 @@ def test_missing_clients_are_skipped(
 
 def test_client_that_hangs(home: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "CLIENT_TIMEOUT", 0.2)
-    with pytest.raises(fetch.SourceFailedError, match=r"not done in 0\.2 s"):
+    with pytest.raises(fetch.SourceFailedError, match=r"not finished in 0\.2 s"):
         fetch.run_client([sys.executable, "-c", "import time; time.sleep(30)"], cwd=Path.cwd())
 
 

@@ -69,4 +69,4 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["--completion", "fish"])
     assert ended.value.code == 2
-    assert "say for which shell" in capsys.readouterr().err
+    assert "--completion needs a shell" in capsys.readouterr().err

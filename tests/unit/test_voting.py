@@ -114,7 +114,7 @@ def test_how_many_teachers_there_are_is_declared() -> None:
     assert topagg(rows, **facts, decode="linear", teachers=20).direction.tolist()[:2] == [0.5, -0.5]
     assert topagg(rows, **facts, beta=0.75, teachers=20).direction.any() == torch.tensor(False)
     assert topagg(rows, **facts, beta=0.75).direction.tolist()[:2] == [1.0, -1.0]
-    with pytest.raises(DatalensError, match="10 rows, and 9 teachers"):
+    with pytest.raises(DatalensError, match="10 rows for 9 teachers"):
         topagg(rows, **facts, teachers=9)
 
 

@@ -1,1 +1,1 @@
-"""What people call from Python: the estimator, TopAgg, prices."""
+"""The Python interface: the estimator, TopAgg, and prices."""

@@ -1,4 +1,4 @@
-"""`datalens account`: the cost of TopAgg queries, or the one quantity that makes them cost ε."""
+"""The privacy cost of TopAgg queries; or the value of one parameter with which they cost a given ε."""
 
 import math
 from typing import Any
@@ -20,7 +20,23 @@ def account(
     accountant: AccountantName,
     noise: NoiseLaw = "gaussian",
 ) -> dict[str, Any]:
-    """ε of `queries` single-image queries of sensitivity 2√k; or solve for the one that is None."""
+    """Return ε of queries about one image each, by every accountant; or solve for the parameter that is None.
+
+    Args:
+        k: number of coordinates that a teacher votes on; the sensitivity is 2√k.
+        sigma: standard deviation of the noise.
+        queries: number of queries.
+        delta: δ of all prices.
+        epsilon: the budget to solve for; None: k, sigma and queries are all given.
+        accountant: whose ε is solved for.
+        noise: kind of noise.
+
+    Returns:
+        The parameters, and ε by each accountant; None where it has no price, with the reason in `unpriced`.
+
+    Raises:
+        DatalensError: a value is invalid, too many or too few are given, or nothing fits into the budget.
+    """
     if not 0 < delta < 1:
         raise DatalensError(f"--delta must lie between 0 and 1, not {delta:g}")
     for name, value in (("k", k), ("sigma", sigma), ("queries", queries), ("epsilon", epsilon)):
@@ -49,7 +65,7 @@ def account(
 
 
 def _number(price: float | str) -> float | str | None:
-    """As JSON has it; None where an accountant has no price."""
+    """Return a price as JSON has it; None if the accountant has none."""
     return None if isinstance(price, str) else json_number(price)
 
 
@@ -65,7 +81,7 @@ def _solve(
     goal: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "law": noise}
     match k, sigma, queries:
         case None, float() | int(), int():
-            # The cost depends on k·queries only: so many queries of k = 1, shared out.
+            # The cost depends on k·queries only, so solve for the number of queries with k = 1, and divide.
             k = calibrate_steps(sensitivity=2.0, sigma=sigma, **goal) // queries
             if k == 0:
                 raise DatalensError(f"not even k = 1 fits: raise --sigma or --epsilon, or lower --queries {queries}")
@@ -76,6 +92,6 @@ def _solve(
             if queries == 0:
                 raise DatalensError("not even one query fits: raise --sigma or --epsilon, or lower --k")
         case _:
-            raise DatalensError("with --epsilon, leave exactly one of --k, --sigma, --queries out: it is solved for")
+            raise DatalensError("with --epsilon, leave out exactly one of --k, --sigma and --queries: it is solved for")
     assert k is not None and sigma is not None and queries is not None
     return k, sigma, queries

@@ -1,4 +1,4 @@
-"""DataLens from Python, in scikit-learn's habits: construct with plain values, `fit`, `sample`."""
+"""DataLens from Python, as an estimator in the style of scikit-learn: construct with plain values, `fit`, `sample`."""
 
 import shutil
 import warnings
@@ -21,24 +21,24 @@ Path_ = str | Path
 
 
 class Certificate:
-    """What a release guarantees: `epsilon` and `delta` of its budget, and all of certificate.json by its names."""
+    """What a release guarantees: all fields of certificate.json as attributes; `epsilon` and `delta` of its budget."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
 
     @property
     def epsilon(self) -> float:
-        """Of the budget, which was fixed before training."""
+        """ε of the budget, which was fixed before training."""
         return float(self._fields["budget"]["epsilon"])
 
     @property
     def delta(self) -> float:
-        """The chance left that the promise of epsilon fails."""
+        """δ of the budget: roughly the probability that the guarantee of ε fails."""
         return float(self._fields["budget"]["delta"])
 
     @property
     def epsilon_spent(self) -> float:
-        """For information; the guarantee is the budget's."""
+        """ε that was spent, for information; the guarantee is that of the budget."""
         return float(self._fields["epsilon_spent"])
 
     def __getattr__(self, name: str) -> Any:
@@ -51,11 +51,11 @@ class Certificate:
         return f"<{self._fields['statement']}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """All of certificate.json."""
+        """Return all fields of certificate.json."""
         return dict(self._fields)
 
 
-# Options of `datalens train` that are parameters here; of the other shared ones, only these can be given as `options`.
+# Options of `datalens train` that are parameters here; of the other shared options, only `_ALSO` may be in `options`.
 _OWN = ("epsilon", "delta", "method", "relation", "preset", "warm_start", "accountant", "noise", "seed", "device")
 _ALSO = ("noise_seed", "tensorboard")
 
@@ -63,22 +63,29 @@ _ALSO = ("noise_seed", "tensorboard")
 class DataLens(BaseEstimator):
     """Private labelled images in, synthetic ones out, with a differential-privacy certificate.
 
-    - `epsilon`, `delta`: the budget; delta well under 1 / number of records.
-    - `method`, `preset`, `warm_start`, `accountant`, `noise`: as `datalens train` has them.
-    - `relation`: add-remove (one record present or absent) or replace-one.
-    - `nominal_size`: about how many records there are, declared public. Left out, the true number is declared public,
-      with a warning: under add-remove it is private, since whoever knows all other records can tell from it whether
-      yours is there. (Under replace-one it is public anyway.)
-    - `classes`: the labels there can be, declared public. Left out, those that occur are, with a warning, and the
-      certificate's sentence says that it rests on that: the only record of a class gives itself away.
-    - `name`: of the data set, for the certificate.
-    - `seed`: of training randomness. Privacy noise comes from the operating system.
-    - `budget`: folder of the data set's own budget (docs/budget.md).
-    - `group_name`: what the ids given to `fit` as `groups` are, such as "patient". Needed with `budget`, which must
-      not add up what was paid for visits and for patients.
-    - `out`: folder to keep the private run in; an interrupted `fit` goes on there when it is called again, as it was
-      begun: with another `budget`, or one where it had none, it is refused.
-    - `options`: any other option of `datalens train`, such as `{"coordinates": 100}`.
+    Args:
+        epsilon: privacy budget.
+        delta: of the budget; choose it well under 1 / number of records.
+        method: as in `datalens train`.
+        relation: add-remove (one record present or absent) or replace-one.
+        nominal_size: about how many records there are, declared public. Default: the true number is declared public,
+            with a warning. Under add-remove it is private: anybody who knows all other records can tell from it whether
+            the last one is there. (Under replace-one it is public anyway.)
+        classes: all labels that are possible, declared public. Default: the labels that occur, with a warning, and the
+            certificate states this condition: the only record of a class would reveal itself.
+        name: of the data set, for the certificate.
+        preset: as in `datalens train`.
+        warm_start: as in `datalens train`.
+        accountant: as in `datalens train`.
+        noise: as in `datalens train`.
+        seed: of training. Privacy noise comes from the operating system.
+        device: as in `datalens train`.
+        budget: folder of the budget that all runs on this data share (docs/budget.md).
+        group_name: what the ids are that `fit` gets as `groups`, such as "patient". Required with `budget`, since
+            charges for visits and charges for patients must not be added up.
+        out: folder in which the private run is kept. If `fit` is interrupted, the next call continues the run there; it
+            is refused if the run was begun with another `budget`, or without one.
+        options: any other option of `datalens train`, such as `{"coordinates": 100}`.
 
     Examples:
         >>> from sklearn.datasets import load_digits
@@ -135,29 +142,38 @@ class DataLens(BaseEstimator):
         self.options = options
 
     def fit(self, images: Any, labels: Any = None, *, groups: Any = None) -> "DataLens":
-        """Train, and keep the release. Records are read, and not kept.
+        """Train, and keep the release. The records are not kept.
 
-        - `images`: numpy or torch, uint8 or floats in [0, 1], `[n, height, width]` or with channels; or a Hugging Face
-          `datasets.Dataset`, or a `torch.utils.data.Dataset` of (image, label), both with their labels inside.
-        - `labels`: one an image, whole numbers or names; left out, all images are of one class.
-        - `groups`: one id an image, text or whole numbers: whose it is. Then a person, with all of their images, is
-          what is protected, and what `nominal_size` counts; without it, each image is protected by itself.
+        Args:
+            images: numpy or torch array, uint8 or floats in [0, 1], `[n, height, width]` or with channels; or a Hugging
+                Face `datasets.Dataset` or a `torch.utils.data.Dataset` of (image, label), both with labels inside.
+            labels: one for each image, whole numbers or names. Default: all images are of one class.
+            groups: an id for each image, text or a whole number, of the person whose image it is. Then a person with
+                all of their images is the privacy unit, and `nominal_size` counts persons. Default: each image is
+                protected by itself.
+
+        Returns:
+            This estimator.
+
+        Raises:
+            DatalensError: parameters or data are invalid.
+            BudgetExceeded: the budget does not cover the run.
         """
         from datalens.data.own.python import records_and_classes
         from datalens.driver import train
 
-        counted = "records" if groups is None else "persons"
+        units = "records" if groups is None else "persons"
         if groups is not None and self.budget is not None and not self.group_name:
-            raise DatalensError("say what the ids in groups are, such as group_name='patient': budget= counts by it")
+            raise DatalensError("name the kind of ids in groups, such as group_name='patient': budget= depends on it")
         if hasattr(self, "release_") and self.budget is None:
             warnings.warn(
-                "a second fit spends a second epsilon on records that are in both: budget= keeps count of them",
+                "a second fit spends a second epsilon on records that are in both: budget= keeps count of the total",
                 stacklevel=2,
             )
         if self.nominal_size is None and self.relation == "add-remove":
             warnings.warn(
-                f"the true number of {counted} is declared public; under add-remove it is private: say about how many "
-                "there are with nominal_size=",
+                f"the true number of {units} is declared public; under add-remove it is private: give a round figure "
+                "with nominal_size=",
                 stacklevel=2,
             )
         records, values = records_and_classes(
@@ -172,17 +188,17 @@ class DataLens(BaseEstimator):
         )
         if "classes" in records.schema.given:
             warnings.warn(
-                "the labels that occur are declared public, and the only record of a class gives itself away by them: "
-                "say which there can be with classes=",
+                "the labels that occur are declared public, and reveal a record that is the only one of its class: "
+                "declare the possible labels with classes=",
                 stacklevel=2,
             )
-        home = Scratch()  # for the owner's eyes only; gone with the model, or, if this is killed, when the next is made
+        home = Scratch()  # private; deleted with the model or, if this process is killed, when the next one is made
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         asked = self._asked(run, group_name=self.group_name if groups is not None else None)
         given = {*_OWN, *(self.options or {}), "noise_seed"} - {"device"}
         given |= {name for name in ("budget", "record_id") if getattr(asked, name) is not None}
         train(asked, given=given, records=records)
-        if self.out is None:  # all but the release is private, and nobody asked for it
+        if self.out is None:  # keep the release only: the rest is private, and not wanted
             for path in run.iterdir():
                 if path.name != "release":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -198,11 +214,17 @@ class DataLens(BaseEstimator):
         balanced: bool = False,
         seed: int | None = None,
     ) -> "SyntheticDataset":
-        """`n` synthetic images: `.images`, `.labels` (numbers into `classes_`), `.to_torch()`, `.to_parquet(path)`, …
+        """Draw synthetic images.
 
-        - `labels`: of these classes only, by name or number.
-        - `balanced`: as many of each class; else as often as they were counted, where they were.
-        - `seed`: the same gives the same images. Left out: the estimator's.
+        Args:
+            n: number of images.
+            labels: classes to draw, by name or number. Default: all.
+            balanced: draw as many images of each class. Otherwise classes come in proportion to their released counts,
+                if there are any.
+            seed: the same seed gives the same images. Default: the estimator's.
+
+        Returns:
+            A data set with `.images`, `.labels` (numbers into `classes_`), `.to_torch()`, `.to_parquet(path)`, …
         """
         from datalens.released.release import sample
 
@@ -212,24 +234,36 @@ class DataLens(BaseEstimator):
 
     @property
     def certificate(self) -> Certificate:
-        """What is guaranteed, read from the release, once it was found to stand."""
+        """The certificate of the release, after verifying it.
+
+        Raises:
+            TamperedError: the release does not verify.
+        """
         from datalens.released.verification import verified
 
         return Certificate(verified(self._release()))
 
     def save(self, path: Path_, *, force: bool = False) -> None:
-        """The release: generator, certificate, ledger, a picture. All of it may be handed on."""
+        """Copy the release to a folder: generator, certificate, ledger, a picture. All of it may be handed on.
+
+        Args:
+            path: a new or empty folder.
+            force: replace the release that is there.
+
+        Raises:
+            DatalensError: something else is there.
+        """
         from datalens.released.certificate import CERTIFICATE
 
         source, target = self._release(), Path(path)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             if not force or not (target / CERTIFICATE).is_file():
-                raise DatalensError(f"{path} exists: choose another name, or, for a release, pass force=True")
+                raise DatalensError(f"{path} exists: choose another name, or pass force=True to replace a release")
             shutil.rmtree(target)
         shutil.copytree(source, target, dirs_exist_ok=True)
 
     def report(self, path: Path_) -> None:
-        """The release on one page for people, report.html; it may be handed on."""
+        """Write the report of the release, an HTML page for people that may be handed on."""
         from datalens.pages import check_may_replace
         from datalens.released.report import page
 
@@ -238,32 +272,38 @@ class DataLens(BaseEstimator):
 
     @classmethod
     def load(cls, path: Path_) -> "DataLens":
-        """A release that `save` or `datalens train` wrote, once its certificate was found to stand."""
+        """Load a release that `save` or `datalens train` wrote, after verifying it.
+
+        Raises:
+            TamperedError: the release does not verify.
+            DatalensError: it is not a release.
+        """
         from datalens.released.release import load_generator
         from datalens.released.verification import check_release
 
         release = Path(path)
-        found = check_release(release)
-        if found.problems:
-            raise TamperedError(f"the certificate of {path} does not stand: {found.problems[0]}")
+        verification = check_release(release)
+        if verification.problems:
+            raise TamperedError(f"the certificate of {path} does not stand: {verification.problems[0]}")
         model = cls()
-        home = Scratch()  # a copy: the folder may change or go
+        home = Scratch()  # a copy, since the folder may change or be deleted
         model._keep(Path(shutil.copytree(release, Path(home.name) / "release")), home)
-        said = model.certificate
+        certificate = model.certificate
         model.set_params(
-            epsilon=said.epsilon,
-            delta=said.delta,
-            relation=said.relation,
-            accountant=said.accountant,
-            method=said.settings["method"],
-            seed=said.settings["seed"],
-            nominal_size=said.public["nominal_size"],
-            name=said.public["name"],
+            epsilon=certificate.epsilon,
+            delta=certificate.delta,
+            relation=certificate.relation,
+            accountant=certificate.accountant,
+            method=certificate.settings["method"],
+            seed=certificate.settings["seed"],
+            nominal_size=certificate.public["nominal_size"],
+            name=certificate.public["name"],
         )
         model.classes_ = np.array(load_generator(release)[1])
         return model
 
     def _asked(self, run: Path, *, group_name: str | None) -> TrainOptions:
+        """Return the parameters as the options of a run."""
         options = dict(self.options or {})
         if both := [name for name in options if name in _OWN]:
             raise DatalensError(f"options: {both[0]!r} is a parameter of DataLens itself: give it there")

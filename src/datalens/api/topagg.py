@@ -1,4 +1,4 @@
-"""TopAgg by itself: a matrix of gradients in, the voted direction out; a ledger is charged before noise is drawn."""
+"""TopAgg as a function, from gradients to the voted direction. A ledger is charged before noise is drawn."""
 
 import hashlib
 import math
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Voted:
-    """What `topagg` found.
+    """The result of `topagg`.
 
-    - `direction`: −1, 0 or 1 a coordinate (or the mean vote, for decode="linear"), in the shape of one gradient.
-    - `spent`: ε of the whole ledger after this release; `cost` says it with its δ, relation and accountant.
+    Attributes:
+        direction: −1, 0 or 1 for each coordinate (for decode="linear", the mean vote), in the shape of one gradient.
+        released: the noisy sum of votes, with its event.
+        spent: ε of the whole ledger after this release.
+        cost: the same as text, with δ, relation and accountant.
     """
 
     direction: Tensor
@@ -52,18 +55,33 @@ def topagg(
     seed: int = 0,
     noise_seed: int | None = None,
 ) -> Voted:
-    """DataLens, Algorithms 2 and 3, on gradients [teachers, d], or [teachers, m, d] of m queries at once.
+    """Run DataLens, Algorithms 2 and 3, on gradients of teachers.
 
-    Each row must be a function of one teacher's own records and of what was released before; a record belongs to one
-    teacher, whoever else there is. Then the direction is differentially private at the price of one Gaussian release
-    of sensitivity 2·√(k·m) and noise `sigma`, which `ledger` is charged first; past its budget nothing is released. The
-    order of rows does not matter: a row's stochastic signs are drawn by what is in it.
+    Each row must be a function of one teacher's own records and of earlier releases only, and which teacher a record
+    belongs to must not depend on other records. Then the direction is differentially private at the price of one
+    Gaussian release of sensitivity 2·√(k·m) with noise `sigma`. `ledger` is charged first, and nothing is released
+    beyond its budget. The order of the rows does not matter: the random signs of a row depend on its content.
 
-    - `beta`: the threshold as a part of the teachers; default 0.75·sigma/teachers, as in training.
-    - `teachers`: how many there are, declared public. Default: how many rows there are, which declares that number
-      public; so give it, or a row of zeros, where teachers without records are left out.
-    - `noise`: exact discrete Gaussian where OpenDP is installed.
-    - `noise_seed`: for tests; NOT PRIVATE.
+    Args:
+        gradients: [teachers, d], or [teachers, m, d] for m queries at once.
+        k: number of coordinates that a teacher votes on.
+        sigma: standard deviation of the noise.
+        ledger: is charged for the release.
+        clip: clipping constant of Algorithm 2.
+        beta: the threshold as a part of the teachers. Default: 0.75·sigma/teachers, as in training.
+        teachers: number of teachers, declared public. Default: the number of rows, which declares that number public;
+            so give it, or rows of zeros, if teachers without records are left out.
+        decode: how the noisy sum becomes a direction: Algorithm 3 (threshold), its sign, or the mean vote (linear).
+        noise: kind of noise. Default: exact discrete Gaussian if OpenDP is installed.
+        seed: of the random signs.
+        noise_seed: seeds the noise, for tests; NOT PRIVATE.
+
+    Returns:
+        The direction, and what it cost.
+
+    Raises:
+        DatalensError: an argument is invalid.
+        BudgetExceeded: the ledger's budget does not cover the release; nothing was released.
 
     Examples:
         >>> from datalens import Budget, Ledger, topagg
@@ -79,11 +97,11 @@ def topagg(
     for name, value, choices in (
         ("decode", decode, ("threshold", "sign", "linear")),
         ("noise", noise, (None, "discrete-gaussian", "gaussian")),
-    ):  # a charge is not wasted on what is spelled wrong
+    ):  # before anything is charged
         if value not in choices:
             raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
     if beta is not None and not 0 <= beta < math.inf:
-        raise DatalensError(f"beta must be a number from 0, not {beta:g}")
+        raise DatalensError(f"beta must be a finite number, at least 0, not {beta:g}")
     values = torch.as_tensor(gradients).detach().to(torch.float32)
     single = values.dim() == 2
     values = values.unsqueeze(1) if single else values
@@ -99,7 +117,7 @@ def topagg(
     rows, queries, size = values.shape
     teachers = rows if teachers is None else teachers
     if rows > teachers:
-        raise DatalensError(f"there are {rows} rows, and {teachers} teachers were declared: each has one")
+        raise DatalensError(f"there are {rows} rows for {teachers} teachers: each teacher has one")
     compress = TopKSign(k=k, clip=clip, quantise=True, seed=seed)
     step = len(ledger.events)
     numbers = by_content(values).to(values.device)
@@ -123,10 +141,11 @@ def topagg(
 
 
 def by_content(values: Tensor) -> Tensor:
-    """[n] a number for each of the rows, 63 bits of a hash of what is in it and of how many like it came before.
+    """Return a number [n] for each row: 63 bits of a hash of its content, and of how many equal rows come before it.
 
-    Votes that are drawn by it sum to the same in any order of the rows, so a row more or less moves the sum by that
-    row's votes and no others'. By its place in the matrix it would move those of all later rows, too.
+    Votes drawn with these numbers have the same sum in any order of the rows. So adding or removing a row changes the
+    sum by the votes of that row only. If they were drawn with the positions of the rows, it would change the votes of
+    all later rows, too.
     """
     seen: Counter[bytes] = Counter()
     numbers = []

@@ -1,4 +1,4 @@
-"""`datalens account`: the price of TopAgg queries."""
+"""`datalens account`: compute the privacy cost of TopAgg queries."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,22 +11,23 @@ from datalens.options import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The cost of TopAgg queries. With --epsilon, leave one of --k, --sigma, --queries out and it is solved for."""
+    """Compute the cost of TopAgg queries; or, with --epsilon, solve for one of --k, --sigma and --queries."""
 
     k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Coordinates each teacher votes on. (The square of a row's length: for --compress sketch give rows·k, for klevel
-    (levels − 1)²·d′, with d′ the coordinates padded to a power of two.)"""
+    """Number of coordinates that a teacher votes on: the squared norm of its row. (For --compress sketch give rows·k,
+    for klevel (levels − 1)²·d′, where d′ is the number of coordinates padded to a power of two.)"""
     sigma: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Standard deviation of the noise on every vote sum."""
     queries: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Synthetic images asked about, one by one or in batches: the cost is the same."""
+    """Number of synthetic images that teachers vote on, one by one or in batches: the cost is the same."""
     delta: float = 1e-5
+    """δ of all prices."""
     epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """The budget to solve for."""
+    """The budget to solve for; leave out the parameter to be found."""
     accountant: Literal["exact", "rdp", "rdp-improved", "pld"] = "exact"
-    """Whose ε to solve for; all are always shown."""
+    """Whose ε to solve for. The prices of all are always shown."""
     noise: Literal["gaussian", "discrete-gaussian"] = "gaussian"
-    """discrete-gaussian: what `train` uses where OpenDP is installed; it costs a little more where σ is small."""
+    """discrete-gaussian: used by `train` if OpenDP is installed; it costs a little more if σ is small."""
     json: Json = False
 
     def __call__(self) -> int:

@@ -10,30 +10,30 @@ from datalens.cli.output import audited, synthetic_of
 from datalens.errors import DatalensError
 from datalens.options import DataFolder, Json, ReadingOptions
 
-_Epsilon = Annotated[float, arg(help="The claim under attack.")]
-_Delta = Annotated[float, arg(help="The bound on ε is at this δ too.")]
+_Epsilon = Annotated[float, arg(help="The claimed ε, which the audit tries to refute.")]
+_Delta = Annotated[float, arg(help="The claimed δ; the lower bound on ε is for the same δ.")]
 _Relation = Annotated[Literal["add-remove", "replace-one"], arg(help="Neighbouring data sets.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditMechanism:
-    """Attack the noise itself: one teacher's votes, all flipped or not, thousands of releases. No data is read."""
+    """Audit the noise: thousands of releases with one teacher's votes flipped or not. No data is read."""
 
     epsilon: _Epsilon = 1.0
     delta: _Delta = 1e-5
     relation: _Relation = "add-remove"
     accountant: Literal["exact", "rdp", "rdp-improved", "pld"] = "exact"
-    """Whose price is the claim."""
+    """The accountant whose price is the claim."""
     noise: Literal["all", "discrete-gaussian", "gaussian"] = "all"
-    """Which law; all that work here unless one is named."""
+    """Kind of noise; all: every kind that is available here."""
     trials: int = 10_000
-    """Releases in each of the two worlds."""
+    """Number of releases from each of the two neighbouring data sets."""
     releases: int = 4
-    """Audit a composition of so many, too, at the same total cost."""
+    """Also audit a composition of so many releases, at the same total cost."""
     k: int = 8
-    """Coordinates a teacher votes on, per image."""
+    """Number of coordinates that a teacher votes on, per image."""
     images: int = 4
-    """Synthetic images in a release."""
+    """Number of synthetic images in a release."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -58,17 +58,17 @@ class AuditMechanism:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEndToEnd:
-    """Attack whole training runs: a canary in a worst-case share, in or out. Many tiny runs on made-up records."""
+    """Audit whole training runs: many tiny runs on made-up records, with or without a canary in a worst-case share."""
 
     epsilon: _Epsilon = 4.0
     delta: _Delta = 1e-5
     relation: _Relation = "add-remove"
     runs: int = 500
-    """Runs in each of the two worlds."""
+    """Number of runs on each of the two neighbouring data sets."""
     canaries: int = 1000
-    """Canaries of the one-run audit."""
+    """Number of canaries of the one-run audit."""
     steps: int = 2
-    """Steps of each run."""
+    """Number of steps of each run."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -90,14 +90,14 @@ class AuditEndToEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditMoments:
-    """Attack private moments: a worst-case record, present or absent; thousands of releases. No data is read."""
+    """Audit private moments: thousands of releases with or without a worst-case record. No data is read."""
 
     epsilon: _Epsilon = 1.0
     delta: _Delta = 1e-5
     noise: Literal["all", "discrete-gaussian", "gaussian"] = "all"
-    """Which law; all that work here unless one is named."""
+    """Kind of noise; all: every kind that is available here."""
     trials: int = 10_000
-    """Releases in each of the two worlds."""
+    """Number of releases from each of the two neighbouring data sets."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -112,12 +112,12 @@ class AuditMoments:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditMethods:
-    """Attack the mechanisms of the other methods, one record or one share apart. No data is read."""
+    """Audit the mechanisms of the other methods, with one record or one share changed. No data is read."""
 
     epsilon: _Epsilon = 1.0
     delta: _Delta = 1e-5
     trials: int = 10_000
-    """Releases in each of the two worlds, of each mechanism."""
+    """Number of releases of each mechanism from each of the two neighbouring data sets."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -131,10 +131,10 @@ class AuditMethods:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditWiring:
-    """Watch tiny runs of every method: does anything but what is paid for reach the released side? No data is read."""
+    """Check in tiny runs of every method that only charged values reach the released side. No data is read."""
 
     method: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: all, and sgd)")] = None
-    """One method, also one that another package brings."""
+    """Check one method only, which may be another package's."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -146,21 +146,21 @@ class AuditWiring:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditAttacks:
-    """Attack a synthetic set: membership and copies. For the owner: the result is not covered by ε."""
+    """Attack a synthetic set: membership inference and copies. For the owner only: the result is not covered by ε."""
 
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
     data: str
-    """The real data set it was made from; its test split is held out."""
+    """The real data set that it was made from; its test split is used as held-out data."""
     data_folder: DataFolder = None
-    """Where a named data set lies that cannot be downloaded."""
+    """Folder of a named data set that cannot be downloaded."""
     files: ReadingOptions = field(default_factory=ReadingOptions)
     count: int = 10_000
-    """Synthetic images to attack, when a run is given."""
+    """Number of synthetic images to draw from a run."""
     records: int = 60_000
-    """Real images of each kind to use, at most."""
+    """The most training images, and the most held-out images, to use."""
     shadows: int = 0
-    """Train so many models of our own, with the options of the run, for a sharper attack."""
+    """Train so many shadow models with the options of the run, for a stronger attack."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -193,5 +193,5 @@ COMMANDS: dict[str, type] = {
     "attacks": AuditAttacks,
 }
 DESCRIPTION = (
-    "Try to prove the claimed ε wrong. Exit code 1 if that works, or if a deliberately broken twin is not caught."
+    "Try to refute the claimed ε. Exit code 1 if that succeeds, or if a deliberately broken mechanism is not caught."
 )

@@ -1,4 +1,4 @@
-"""`datalens budget`: what all runs on the same records may spend together."""
+"""`datalens budget`: a budget that all runs on the same records share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,23 @@ _ONCE = "(to make a new budget)"
 
 @dataclass(frozen=True, kw_only=True)
 class DataBudgetCommand:
-    """A data set's own budget: make it with --epsilon and --delta, then see what runs with --budget have left of it.
+    """Make a budget for all runs on a data set (with --epsilon and --delta), or show what is left of it.
 
-    For the owner: like the data itself, it is private.
+    For the owner only: the budget is private, like the data.
     """
 
     folder: Positional[Path]
-    """A folder for the budget, outside run folders; not one that is rolled back to older copies."""
+    """Folder of the budget, outside run folders. It must never be restored from an older copy."""
     epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_ONCE)] = None
     """The most that all runs on this data may spend together. It cannot be changed later."""
     delta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_ONCE)] = None
-    """The one δ of all of them together; choose it well under 1 / number of records."""
+    """δ of all runs together; choose it well under 1 / number of records."""
     relation: Annotated[
         Literal["add-remove", "replace-one"] | None, arg(help_behavior_hint="(default: add-remove)")
     ] = None
-    data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: of the first run's data)")] = None
-    """Name of a data set, or of a file, that holds these records. May be added later."""
+    """Neighbouring data sets: one record is present or absent, or one record of a list is replaced."""
+    data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the first run's data)")] = None
+    """Name of a data set or file that holds these records. More names may be added later."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -38,7 +39,7 @@ class DataBudgetCommand:
         from datalens.run.reservation import describe
 
         if self.epsilon is None and (self.delta is not None or self.relation is not None):
-            raise DatalensError("a new budget needs --epsilon too; of one that is there, nothing can be changed")
+            raise DatalensError("a new budget needs --epsilon too; an existing one cannot be changed")
         if self.epsilon is not None:
             if self.delta is None:
                 raise DatalensError("a new budget needs --delta too, such as --delta 1e-5")

@@ -1,4 +1,4 @@
-"""`datalens compare`: several runs on one page."""
+"""`datalens compare`: show several runs on one page."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from datalens.options import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Put runs side by side, with accuracy against ε where `datalens evaluate` was called. For the owner."""
+    """Compare runs on one page, with accuracy against ε if `datalens evaluate` measured it. For the owner only."""
 
     runs: Positional[tuple[Path, ...]]
     """Run or release folders."""
@@ -27,12 +27,10 @@ class Compare:
         from datalens.released.certificate import CERTIFICATE
 
         if not self.runs:
-            raise DatalensError("say which runs: datalens compare runs/a runs/b")
+            raise DatalensError("name the runs: datalens compare runs/a runs/b")
         check_may_replace(self.out)
         if any((folder / CERTIFICATE).exists() for folder in self.out.resolve().parents):
-            raise DatalensError(
-                f"{self.out} would lie in a release, and the page is for the owner: choose another --out"
-            )
+            raise DatalensError(f"{self.out} is in a release, but the page is for the owner only: choose another --out")
         names = compare.names_of(self.runs)
         entries = [compare.read(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)]
         write_atomically(self.out, compare.page(entries), private=True)

@@ -1,4 +1,4 @@
-"""`datalens data`: the named data sets."""
+"""`datalens data`: list and download the named data sets."""
 
 from dataclasses import dataclass
 
@@ -28,13 +28,13 @@ class DataList:
             + (
                 ""
                 if row["cached"]
-                else f"; {'get it' if row['download'] else 'by hand'}: datalens data get {row['name']}"
+                else f"; {'download it' if row['download'] else 'where to put it'}: datalens data get {row['name']}"
             )
             for row in rows
         ]
         for name, file in weights.WEIGHTS.items():
             lines.append(
-                f"{name:17} {file.what}" + ("" if weights.cached(name) else f"; get it: datalens data get {name}")
+                f"{name:17} {file.what}" + ("" if weights.cached(name) else f"; download it: datalens data get {name}")
             )
         show({"datasets": rows, "weights": list(weights.WEIGHTS)}, lines, json=self.json)
         return 0
@@ -42,10 +42,10 @@ class DataList:
 
 @dataclass(frozen=True, kw_only=True)
 class DataGet:
-    """Bring a named data set into the cache ($DATALENS_HOME, else the platform's folder)."""
+    """Download a named data set into the cache ($DATALENS_HOME, else the platform's cache folder)."""
 
     name: Positional[str]
-    """One of those `datalens data list` shows."""
+    """A name that `datalens data list` shows."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -57,4 +57,4 @@ class DataGet:
 
 
 COMMANDS: dict[str, type] = {"list": DataList, "get": DataGet}
-DESCRIPTION = "List the named data sets, or get one."
+DESCRIPTION = "List the named data sets, or download one."

@@ -1,4 +1,4 @@
-"""`datalens evaluate`: how useful, how varied and how faithful synthetic images are."""
+"""`datalens evaluate`: measure how useful, how varied and how faithful synthetic images are."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,38 +13,40 @@ from datalens.options import DataFolder, Json, ReadingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Train classifiers on synthetic images, test them on real ones, and more. For the owner: not covered by ε."""
+    """Train classifiers on synthetic images, test them on real ones, and more. For the owner only: not covered by ε."""
 
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
     data: str
     """The real data set to test on."""
     data_folder: DataFolder = None
-    """Where a named data set lies that cannot be downloaded."""
+    """Folder of a named data set that cannot be downloaded."""
     files: ReadingOptions = field(default_factory=ReadingOptions)
     measures: tuple[Literal["utility", "inception", "fid", "faithfulness", "all"], ...] = ("utility",)
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
-    """How many classifiers to train; mean and spread are reported."""
+    """Number of classifiers to train; their mean and spread are reported."""
     epochs: int = 10
-    """Epochs of each; the last one counts."""
+    """Epochs of each classifier; the result is that of the last epoch."""
     count: int = 10_000
-    """Synthetic images, when a run is given."""
+    """Number of synthetic images to draw from a run."""
     sizes: tuple[int, ...] = ()
-    """Accuracy for each of these numbers of synthetic images, say 1000 10000 100000; else for all of them."""
+    """Measure accuracy with these numbers of synthetic images, such as 1000 10000 100000; default: with all."""
     classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "all"], ...] = ("paper",)
-    """paper: the paper's. augmented: of its size, with batch norm, on images that are moved and noised a little."""
+    """paper: the paper's. augmented: of that size, with batch norm, trained on slightly shifted and noisy images."""
     features: Literal["own", "inception", "pixels"] = "own"
-    """Of fid and faithfulness. own: the data set's own classifier. inception: `datalens data get inception`."""
+    """Features for fid and faithfulness. own: of a classifier trained on the data set. inception: of Inception-v3
+    (`datalens data get inception`)."""
     splits: int = 10
-    """Of the Inception Score."""
+    """Number of splits for the Inception Score."""
     real: int = 60_000
-    """Real training images to compare with, and to train the data set's own classifier on, at most."""
+    """The most real training images to compare with, and to train the data set's own classifier on."""
     judge_epochs: int = 15
     """Epochs of the data set's own classifier."""
     fresh: bool = False
-    """Measure again what was measured before; else it comes from the cache."""
+    """Measure again, instead of using cached results."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -83,7 +85,7 @@ class Evaluate:
         results = {}
         for name in names:
             results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]
-            if measures.is_run(self.synthetic):  # each as soon as it is there
+            if measures.is_run(self.synthetic):  # as soon as each is known
                 measures.record(self.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
         fields = {"note": measures.NOTE, **results.get("utility", {}), **results}
         show(fields, measures.lines(results, dataset.classes), json=self.json)

@@ -1,4 +1,4 @@
-"""`datalens inspect`: a look at one's own data before anything is trained."""
+"""`datalens inspect`: count and check your own data before training."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ class Inspect:
     """A folder of images, or a .parquet, .csv, .npz or idx file: what --data of `train` takes."""
     files: ReadingOptions = field(default_factory=ReadingOptions)
     nominal_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: a round figure)")] = None
-    """For the plans: about how many records there are."""
+    """About how many records (or persons) there are, for the plans."""
     delta: float = 1e-5
+    """δ of the plans."""
     most: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all)")] = None
-    """Look into so many images only, drawn at random; all are counted."""
+    """Decode and check only so many images, drawn at random; all are counted."""
     json: Json = False
 
     def __call__(self) -> int:

@@ -1,4 +1,4 @@
-"""The command line: one thin subcommand per verb. Progress and messages go to stderr, results to stdout."""
+"""The command line: one thin subcommand for each verb. Progress and messages go to stderr, results to stdout."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from datalens.cli.train import Sgd, Train, command_for, explain, given_in
 from datalens.cli.verify import Verify
 from datalens.errors import DatalensError, SaidElsewhere
 
-# Each command's class; for those that have commands of their own, the classes of these by name.
+# The class of each command; for a command with subcommands, their classes by name.
 COMMANDS: dict[str, type | dict[str, type]] = {
     "train": Train,
     "inspect": Inspect,
@@ -49,18 +49,18 @@ COMMANDS: dict[str, type | dict[str, type]] = {
     "data": data.COMMANDS,
     "reproduce": Reproduce,
 }
-OF_METHODS = ("train", "plan", "sgd")  # they have a method's options besides their own
-SAID = {"audit": audit.DESCRIPTION, "data": data.DESCRIPTION}  # of those without a class
+OF_METHODS = ("train", "plan", "sgd")  # they also take the options of a method
+SAID = {"audit": audit.DESCRIPTION, "data": data.DESCRIPTION}  # descriptions of commands without a class
 
 DESCRIPTION = "Private images in, synthetic images out, with a differential-privacy certificate."
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console script. Errors a person can act on are one line on stderr; the exit code says which kind."""
+    """Run the command line. Errors that a person can act on are one line on stderr, and an exit code for their kind."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
-        from importlib.metadata import version  # slow to import, and seldom asked
+        from importlib.metadata import version  # slow to import, and seldom needed
 
         sys.stdout.write(f"datalens {version('datalens')}\n")
         return
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0 if arguments else 2)
     if arguments[:1] == ["--completion"]:
         if arguments[1:2] not in ([shell] for shell in SHELLS):
-            _fail(f"say for which shell: --completion {', '.join(SHELLS)}", 2)
+            _fail(f"--completion needs a shell: {', '.join(SHELLS)}", 2)
         tyro.cli(_all(), prog="datalens", config=CONFIG, args=["--tyro-print-completion", arguments[1]])
         return
     given = given_in(arguments)
@@ -84,13 +84,13 @@ def main(arguments: list[str] | None = None) -> None:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         fail(_stopped(arguments[0], getattr(command, "out", None)), EXIT_INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output went away: not our trouble
+    except BrokenPipeError:  # the reader of our output has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         fail(f"{error.filename or 'a file'}: {error.strerror or error}: {_advice(error)}", 2)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own on a CPU
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's error on a CPU is a RuntimeError
             raise
         fail("out of memory: use fewer --teachers, a smaller --batch or --network, or a smaller --count", 2)
 
@@ -104,7 +104,7 @@ CONFIG = (
 
 
 def _parse(words: list[str]) -> Any:
-    """Return the command, read by a parser for it alone: one for all of them takes half a second to build."""
+    """Return the command, parsed with a parser for it alone: one for all commands takes half a second to build."""
     verb, rest = words[0], words[1:]
     if verb not in COMMANDS:
         raise DatalensError(no_command(verb, COMMANDS))
@@ -114,14 +114,14 @@ def _parse(words: list[str]) -> Any:
             sys.stdout.write(_help(prog, SAID[verb], command))
             sys.exit(0)
         if rest[:1] == [] or rest[0] not in command:
-            raise DatalensError(f"{prog} needs one of {', '.join(command)}; `{prog} --help` shows what they do")
+            raise DatalensError(f"{prog} needs one of {', '.join(command)}; `{prog} --help` describes them")
         command, prog, rest = command[rest[0]], f"{prog} {rest[0]}", rest[1:]
     elif verb in OF_METHODS:
         command, method = command_for(verb, rest, command)
     check(command, rest, prog, explain=functools.partial(explain, method=method) if method else None)
-    said = io.StringIO()
+    parser_output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(parser_output):
             return tyro.cli(command, prog=prog, args=rest, config=CONFIG)
     except SystemExit as error:
         if not error.code:
@@ -130,23 +130,23 @@ def _parse(words: list[str]) -> Any:
 
 
 def _all() -> Any:
-    """Return a type of all commands, for the script that completes words."""
-    found = []
+    """Return a type of all commands, for the completion script."""
+    commands = []
     for name, command in COMMANDS.items():
         if isinstance(command, dict):
-            below = tuple(Annotated[kind, subcommand(verb)] for verb, kind in command.items())
-            command = dataclasses.make_dataclass(name, [("action", Union[below])], kw_only=True)  # noqa: UP007
+            subcommands = tuple(Annotated[kind, subcommand(verb)] for verb, kind in command.items())
+            command = dataclasses.make_dataclass(name, [("action", Union[subcommands])], kw_only=True)  # noqa: UP007
         elif name in OF_METHODS:
             command, _ = command_for(name, ["--seed"], command)
-        found.append(Annotated[command, subcommand(name)])
-    return Union[tuple(found)]  # noqa: UP007
+        commands.append(Annotated[command, subcommand(name)])
+    return Union[tuple(commands)]  # noqa: UP007
 
 
 def _help(prog: str = "datalens", description: str = DESCRIPTION, commands: Mapping[str, Any] = COMMANDS) -> str:
-    """Return every command with the first paragraph of its docstring; no parser is built for it."""
+    """Return the help on commands: each with the first paragraph of its docstring. No parser is built for it."""
     first = {name: SAID.get(name) or " ".join(kind.__doc__.split("\n\n")[0].split()) for name, kind in commands.items()}
-    verbs = "\n".join(f"  {name:10} {said}" for name, said in first.items())
-    more = f"; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}` prints a script that completes words"
+    verbs = "\n".join(f"  {name:10} {description}" for name, description in first.items())
+    more = f"; `datalens --version`; `datalens --completion {'|'.join(SHELLS)}` prints a completion script"
     return (
         f"usage: {prog} COMMAND [OPTIONS]\n\n{description}\n\n{verbs}\n\n"
         f"`{prog} COMMAND --help` shows its options{more if prog == 'datalens' else ''}.\n"
@@ -154,6 +154,7 @@ def _help(prog: str = "datalens", description: str = DESCRIPTION, commands: Mapp
 
 
 def _advice(error: OSError) -> str:
+    """Return what to do about an error of the operating system."""
     known = {
         errno.ENOENT: "make the folder first, or check the name",
         errno.ENOTDIR: "a file is where a folder should be: choose another name",
@@ -164,7 +165,7 @@ def _advice(error: OSError) -> str:
 
 
 def _stopped(verb: str, out: Any) -> str:
-    """What was paid for by then, and how to go on."""
+    """Return the message about an interrupted command: what was charged by then, and how to continue."""
     if verb not in ("train", "sgd") or out is None or not (out / "ledger.jsonl").is_file():
         return "stopped"
     from datalens.privacy.ledger import read_ledger
@@ -172,11 +173,12 @@ def _stopped(verb: str, out: Any) -> str:
     with contextlib.suppress(DatalensError, OSError):
         budget, events = read_ledger(out / "ledger.jsonl")
         spent = budget.describe(budget.pricing().epsilon(events, budget.delta))
-        return f"stopped; {spent} is charged: go on with `datalens {verb} --out {out} --resume`"
-    return f"stopped: go on with `datalens {verb} --out {out} --resume`"
+        return f"stopped; {spent} is charged: continue with `datalens {verb} --out {out} --resume`"
+    return f"stopped: continue with `datalens {verb} --out {out} --resume`"
 
 
 def _fail(message: str, code: int, *, as_json: bool = False) -> NoReturn:
+    """Print an error as one line, and as JSON if that was asked for, and exit."""
     rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
     where = "" if rank == "0" else f"rank {rank}: "
     message = " ".join(message.split())
@@ -192,6 +194,6 @@ def _run(command: Any, given: set[str]) -> int:
     if isinstance(command, Train):
         return command.run(given)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        message = "only `datalens train` runs on several ranks: call this one without torchrun"
+        message = "only `datalens train` runs on several ranks: run this command without torchrun"
         raise DatalensError(message) if os.environ.get("RANK", "0") == "0" else SaidElsewhere(message)
     return command.run(given) if isinstance(command, Plan | Sgd) else command()

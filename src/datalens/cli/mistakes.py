@@ -1,6 +1,6 @@
-"""Read a command line by the fields of its options, and say in one line what is wrong with it.
+"""Check a command line against the fields of its options, and report a mistake in one line.
 
-The parser (tyro) is given words that were checked here, so what it would draw in boxes is never seen.
+The parser (tyro) gets only command lines that passed this check, so that its own error messages are never shown.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Argument:
     positional: bool
     required: bool
     many: bool  # takes any number of values
-    switch: bool  # takes none
-    choices: tuple[str, ...]  # empty: any value of its kind
+    switch: bool  # takes no value
+    choices: tuple[str, ...]  # empty: any value of its type
     kind: type
     metavar: str
 
@@ -43,28 +43,28 @@ class Argument:
 
 
 def arguments(command: type) -> Iterator[Argument]:
-    """Yield the arguments of a command's dataclass; those of nested dataclasses are its own."""
+    """Yield the arguments of a command's dataclass, including those of nested dataclasses."""
     hints = get_type_hints(command, include_extras=True)
     for field in dataclasses.fields(command):
         kind, marks = _plain(hints[field.name])
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from arguments(kind)
             continue
-        said = next((mark for mark in marks if hasattr(mark, "metavar")), None)
+        settings = next((mark for mark in marks if hasattr(mark, "metavar")), None)
         positional = any(mark is _POSITIONAL for mark in marks)
         many = get_origin(kind) is tuple
         parts = get_args(kind) if get_origin(kind) not in (None, Literal) else (kind,)
         choices = tuple(str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part))
         plain = next((part for part in parts if part in (int, float)), str)
         yield Argument(
-            name=(said and said.name) or field.name.rstrip("_").replace("_", "-"),
+            name=(settings and settings.name) or field.name.rstrip("_").replace("_", "-"),
             positional=positional,
             required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
             many=many,
             switch=kind is bool,
             choices=() if str in parts else choices,
             kind=plain,
-            metavar=(said and said.metavar)
+            metavar=(settings and settings.metavar)
             or (field.name.upper() if positional else "PATH" if "Path" in str(kind) else KINDS.get(plain, ("STR",))[0]),
         )
 
@@ -78,11 +78,16 @@ def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def check(command: type, words: list[str], prog: str, *, explain: Callable[[str], str | None] | None = None) -> None:
-    """Raise if these words are no command line of this command.
+    """Raise if these words are not a valid command line of this command.
 
     Args:
-        explain: returns what is to be said of an option that this command does not have, if there is more to say than
-            which one is near.
+        command: its dataclass.
+        words: the command line after the command.
+        prog: the command as it is typed.
+        explain: returns the message about an option that this command does not have; None: suggest a similar one.
+
+    Raises:
+        DatalensError: an option or a value is invalid, or one is missing.
     """
     known = list(arguments(command))
     options = {f"--{argument.name}": argument for argument in known if not argument.positional}
@@ -97,7 +102,7 @@ def check(command: type, words: list[str], prog: str, *, explain: Callable[[str]
         word = rest.pop(0)
         if not word.startswith("--"):
             if taken >= len(places):
-                raise DatalensError(f"{prog} has no place for {word}: {help_shows}")
+                raise DatalensError(f"{prog} does not take the argument {word}: {help_shows}")
             _check_value(places[taken], word, places[taken].metavar)
             given.add(places[taken].name)
             taken += not places[taken].many
@@ -132,7 +137,7 @@ def _check_value(argument: Argument, value: str, name: str) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str | None:
-    """Return a question that names the option that was probably meant: one that begins so, or is spelled alike."""
+    """Return a question that suggests an option with the same beginning or a similar spelling, if there is one."""
     known = list(known)
     begins = sorted(option for option in known if option.startswith(name)) if len(name) > 3 else []
     meant = begins[:1] or difflib.get_close_matches(name, known, n=1)
@@ -140,7 +145,7 @@ def near(name: str, known: Iterable[str]) -> str | None:
 
 
 def no_command(name: str, known: Iterable[str]) -> str:
-    """Return what to say of a command that there is not."""
+    """Return the error message about an unknown command."""
     meant = difflib.get_close_matches(name, list(known), n=1)
     hint = f"did you mean {meant[0]}? " if meant else ""
     return f"there is no command {name!r}: {hint}`datalens --help` lists them"

@@ -1,4 +1,4 @@
-"""What several commands share: how results are shown, and what may be handed to them."""
+"""Functions that several commands share: to show results, and to find a release."""
 
 import json as json_module
 import os
@@ -15,17 +15,21 @@ EXIT_REFUSED, EXIT_INTERRUPTED = 1, 130
 
 
 def show(fields: dict[str, Any], lines: list[str], *, json: bool) -> None:
-    """One JSON object for machines, or lines for people; on stdout either way."""
+    """Print the fields as one JSON object, or the lines of text, on stdout."""
     try:
         sys.stdout.write((json_module.dumps(fields) if json else "\n".join(lines)) + "\n")
         sys.stdout.flush()
-    except OSError:  # or Python tries, and fails, once more at exit
+    except OSError:  # otherwise Python would try again at exit, and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def release_of(path: Path) -> Path:
-    """A run's release folder, or the folder itself if it is one."""
+    """Return the release folder of a run, or the folder itself if it is one.
+
+    Raises:
+        DatalensError: there is no release.
+    """
     from datalens.released.certificate import CERTIFICATE
 
     for folder in (path / "release", path):
@@ -33,7 +37,7 @@ def release_of(path: Path) -> Path:
             return folder
     if (path / "ledger.jsonl").is_file():
         raise DatalensError(
-            f"{path} has no release: make it with `datalens train --out {path} --resume`, or put it back where it was"
+            f"{path} has no release: make it with `datalens train --out {path} --resume`, or put it back"
         )
     if not path.exists():
         raise DatalensError(f"{path} does not exist: expected a folder made by `datalens train`")
@@ -41,7 +45,7 @@ def release_of(path: Path) -> Path:
 
 
 def synthetic_of(path: Path, count: int) -> "SyntheticDataset":
-    """So many images from a run or a release, or all that a file or folder holds."""
+    """Return `count` images drawn from a run or a release; or all images of a file or folder."""
     from datalens.released.loading import load
     from datalens.released.release import sample
 
@@ -51,5 +55,6 @@ def synthetic_of(path: Path, count: int) -> "SyntheticDataset":
 
 
 def audited(result: dict[str, Any], lines: list[str], *, json: bool) -> int:
+    """Print the result of an audit, and return the exit code."""
     show(result, lines, json=json)
     return 0 if result["ok"] else EXIT_REFUSED

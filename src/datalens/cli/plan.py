@@ -1,4 +1,4 @@
-"""`datalens plan`: what would be done, and what it would cost."""
+"""`datalens plan`: what `datalens train` would do, and what it would cost."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
-    """Show what `train` would do and what each part would cost. No record is read.
+    """Show what `train` would do and cost. Of your own data, only what the schema needs is read.
 
     Each method has options of its own: `datalens plan --method NAME --help`.
     """
@@ -30,19 +30,20 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         from datalens.privacy.ledger import json_number
 
         if self.data is None:
-            raise DatalensError("say which data: --data mnist, or see `datalens data list`")
-        reading = Reading.of(self)
-        schema = formats.schema(self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=reading)
-        looked = "only at what is declared public was looked" if formats.is_own(self.data) else "nothing has been read"
+            raise DatalensError("name the data: --data mnist, for example; `datalens data list` shows what there is")
+        schema, records = formats.schema_and_records(
+            self.data, nominal_size=self.nominal_size, folder=self.data_folder, reading=Reading.of(self)
+        )
         budget, settings = make_plan(asked(self, given), schema)
-        if getattr(settings, "shares", None) == "balanced" and formats.is_own(self.data):
-            check_fixed_positions(formats.open_records(self.data, nominal_size=self.nominal_size, reading=reading))
+        if getattr(settings, "shares", None) == "balanced" and records is not None:
+            check_fixed_positions(records)
         parts = settings.costs(schema, budget)
         expected = settings.expect(schema, budget)
-        heard = warnings(budget, schema, settings) + read_off_warnings(schema)
+        warned = warnings(budget, schema, settings) + read_off_warnings(schema)
         suggested, seconds = settings.suggestion(), settings.seconds(schema)
         lines = [
-            f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}; {looked}.",
+            f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}.",
+            f"read from the data: {'nothing' if records is None else formats.looked_at(records)}.",
             f"budget: {budget.describe(budget.epsilon)}",
             *([] if seconds is None else [f"time: {_duration(seconds)} on this CPU, by a timed step on random images"]),
             *(f"expect: {line}" for line in expected),
@@ -58,11 +59,11 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
             "",
             *(f"{name} = {value}" for name, value in settings.as_dict().items()),
             *(["", _advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
-            *(f"warning: {line}" for line in heard),
+            *(f"warning: {line}" for line in warned),
         ]
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields: dict[str, Any] = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
-        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": heard}
+        fields |= {"public": schema.as_dict(), "expect": expected, "warnings": warned}
         if suggested:
             fields["suggested"] = suggested.as_dict()
         if seconds is not None:
@@ -72,16 +73,16 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
 
 
 def _duration(seconds: float) -> str:
-    """About how long, for a person."""
+    """Return about how long this is, in words."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} s"
     return f"about {round(seconds / 60)} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def _advice(best: "Suggestion", k: int) -> str:
-    """What Theorem 6 says; what is done stays what was asked for."""
+    """Return the k that Theorem 6 suggests, as a sentence. It is advice: the plan keeps the k that was asked for."""
     return (
-        f"suggestion: --k {best.k} (here {k}): there Theorem 6 is smallest, with a bias of {best.bias:.2g} "
+        f"suggestion: --k {best.k} (here {k}): it minimises the bound of Theorem 6, with a bias of {best.bias:.2g} "
         f"and noise of {best.noise:.2g} squared gradients, for gradients of Weibull shape {best.shape:g} "
         "(docs/theory.md)"
     )

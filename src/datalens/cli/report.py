@@ -1,4 +1,4 @@
-"""`datalens report`: a run as pages for people."""
+"""`datalens report`: write HTML pages about a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ class Report:
     """Write release/report.html, which may be handed on, and owner.html, which may not."""
 
     run: Positional[Path]
-    """A run folder; or a release folder by itself, which has no owner's page."""
+    """A run folder; or a release folder alone, for which there is no owner.html."""
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html in the release)")] = None
-    """Write the page that may be handed on there instead."""
+    """Where to write the page that may be handed on."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -32,14 +32,14 @@ class Report:
         target = self.out or release / REPORT
         if self.out is not None:
             check_may_replace(target)
-        # The old page may be of an older certificate: it is about to be replaced.
-        found = check_release(release)
-        problems = [problem for problem in found.problems if not problem.startswith(REPORT)]
+        # The old page, which is about to be replaced, may be of an older certificate.
+        verification = check_release(release)
+        problems = [problem for problem in verification.problems if not problem.startswith(REPORT)]
         if problems:
             raise DatalensError(f"the certificate of {self.run} does not stand: see `datalens verify {self.run}`")
         write_atomically(target, report.page(release))
-        fields = {"report": str(target), "owner": None, "private": found.private}
-        lines = [f"{target}: {'may be handed on' if found.private else 'NOT PRIVATE, do not hand on'}"]
+        fields = {"report": str(target), "owner": None, "private": verification.private}
+        lines = [f"{target}: {'may be handed on' if verification.private else 'NOT PRIVATE, do not hand on'}"]
         if (self.run / "config.json").is_file():
             owner = self.run / OWNER
             write_atomically(owner, owner_report.page(self.run), private=True)

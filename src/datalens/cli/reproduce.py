@@ -1,4 +1,4 @@
-"""`datalens reproduce`: tables of the paper."""
+"""`datalens reproduce`: reproduce tables of the paper."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,26 +13,28 @@ from datalens.options import DataFolder, Json
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run a table of the paper and put its figures beside ours."""
+    """Run a table of the paper, and show the published results beside ours."""
 
     what: Positional[str | None] = None
-    """For example table1; see --list. `all` does one after the other."""
+    """For example table1; see --list. `all` runs all tables, one after the other."""
     list: bool = False
-    """Show what there is."""
+    """List the tables."""
     quick: bool = False
-    """Minutes on two cores, with fewer teachers or seeds, and labelled as such: what is done unless --full is given."""
+    """Run for minutes on two cores, with fewer teachers or seeds; the result is labelled so. The default."""
     full: bool = False
-    """The paper's sizes, and all seeds; wants a GPU."""
+    """Run at the paper's sizes, with all seeds; this needs a GPU."""
     data_folder: DataFolder = None
-    """Where CelebA or Places365 lies, or a folder with folders celeba, places365 and scenes; without it, rows of these
-    are not run."""
+    """Folder of CelebA or Places365, or with folders celeba, places365 and scenes in it. Without it, their rows are not
+    run."""
     cells: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
-    """Run only cells whose names fit, such as 'mnist-eps1-*'; the others are shown where they are finished."""
+    """Run only cells whose names match, such as 'mnist-eps1-*'; of the others, finished ones are shown."""
     from_: Annotated[Path | None, arg(name="from", metavar="FOLDER", help_behavior_hint="")] = None
-    """Run nothing: make the table of the cells kept in FOLDER/NAME.jsonl (table 3: table12; tables 8-11 and figure3:
-    dpsgd), such as docs/results has them."""
+    """Run nothing, and make the table from the cells in FOLDER/NAME.jsonl (for table 3: table12; for tables 8-11 and
+    figure3: dpsgd), such as those in docs/results."""
     out: Path = Path("runs/reproduce")
+    """Folder for runs and results."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -47,7 +49,7 @@ class Reproduce:
         how: dict[str, Any] = {"full": self.full, "out": self.out, "device": self.device}
         if self.what == "all":
             if self.cells or self.from_:
-                raise DatalensError("--cells and --from are for one table at a time: leave them out, or name it")
+                raise DatalensError("--cells and --from are for a single table: leave them out, or name the table")
             return self._all(how)
         how |= {"data_folder": self.data_folder, "only": self.cells, "stored": self.from_}
         result = harness.reproduce(self.what, **how)

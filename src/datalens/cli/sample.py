@@ -1,4 +1,4 @@
-"""`datalens sample`: synthetic images into a file."""
+"""`datalens sample`: write synthetic images to a file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,17 @@ class Sample:
     out: Path
     """synth.npz, synth.parquet, or a folder/ of PNG files."""
     count: int = 10_000
-    """How many images. Classes come as often as records of them were counted, where the release has counts."""
+    """Number of images. Classes come in proportion to their released counts, if the release has counts."""
     only: Annotated[
         tuple[str, ...], arg(name="class", metavar="NAME|NUMBER …", help_behavior_hint="(default: all)")
     ] = ()
-    """Images of this class only, or of these: --class 3 5."""
+    """Draw only these classes: --class 3 5."""
     balanced: bool = False
-    """As many images of every class."""
+    """Draw as many images of every class."""
     seed: int = 0
     """The same seed gives the same images."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where; images from a GPU differ from a CPU's in the last bits."""
+    """Images from a GPU differ from those from a CPU in the last bits."""
     force: bool = False
     """Replace --out if it exists."""
     json: Json = False
@@ -39,7 +39,7 @@ class Sample:
         from datalens.released.release import sample
         from datalens.released.synthetic import check_target, save
 
-        check_target(self.out, force=self.force)  # before the work, not after it
+        check_target(self.out, force=self.force)  # before the images are drawn
         dataset = sample(
             release_of(self.run),
             count=self.count,
@@ -49,12 +49,13 @@ class Sample:
             device=choose_device(self.device),
         )
         save(dataset, self.out, force=self.force)
-        said = dataset.certificate
-        fields = {"out": str(self.out), "count": len(dataset.images), "private": said["private"]}
-        budget = said.get("budget")
-        budget = budget if isinstance(budget, dict) else {}  # `verify` is who judges it
-        fields |= {"epsilon": budget.get("epsilon"), "delta": budget.get("delta"), "relation": said.get("relation")}
-        fields |= {"accountant": said.get("accountant"), "unit": said.get("privacy_unit")}
-        fields["statement"] = statement = said["statement"]
+        certificate = dataset.certificate
+        fields = {"out": str(self.out), "count": len(dataset.images), "private": certificate["private"]}
+        budget = certificate.get("budget")
+        budget = budget if isinstance(budget, dict) else {}  # `verify` reports what is wrong with it
+        fields |= {name: budget.get(name) for name in ("epsilon", "delta")}
+        fields |= {"relation": certificate.get("relation"), "accountant": certificate.get("accountant")}
+        fields |= {"unit": certificate.get("privacy_unit")}
+        fields["statement"] = statement = certificate["statement"]
         show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
         return 0

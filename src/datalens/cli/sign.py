@@ -1,4 +1,4 @@
-"""`datalens sign`: the owner's signature on a release."""
+"""`datalens sign`: sign a release."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,10 @@ from datalens.options import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """Sign a release with an SSH key, so that others can tell whose word its certificate is."""
+    """Sign a release with an SSH key, so that others can tell who vouches for its certificate."""
 
     run: Positional[Path]
-    """A run folder, or a release folder by itself."""
+    """A run folder, or a release folder alone."""
     key: Path
     """A private key of OpenSSH, ssh-ed25519, such as ~/.ssh/id_ed25519."""
     json: Json = False

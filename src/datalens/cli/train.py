@@ -1,6 +1,6 @@
-"""`datalens train`, `datalens sgd` and `datalens plan`: a method's own options follow `--method`.
+"""`datalens train` and `datalens sgd`; and the options of methods, which `datalens plan` takes, too.
 
-`--help` alone shows what every method takes; with `--method NAME` it shows that method's options too.
+`--help` alone shows the options of all methods; with `--method NAME` it also shows those of that method.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Train(RunOptions, MethodOptions, BudgetOptions, DataOptions):
         from datalens.driver import train
 
         result = train(asked(self, given), given)
-        if not result:  # another rank leads, and says it
+        if not result:  # rank 0 prints the result
             return 0
         show(result, [f"{result['run']}/release"], json=self.json)
         return EXIT_INTERRUPTED if result["interrupted"] else 0
@@ -50,32 +50,39 @@ class Train(RunOptions, MethodOptions, BudgetOptions, DataOptions):
 class Sgd(RunOptions, BudgetOptions, DataOptions):
     """Train a classifier by DP-SGD, with compressed gradients, and write it with its certificate.
 
-    Leave --sigma out, and the noise is solved for; give it and leave --epochs out, and as many steps are taken as fit.
+    Without --sigma, the noise is calibrated to the budget. With --sigma and without --epochs, as many steps are taken
+    as fit into the budget.
     """
 
     accountant: Literal["prv", "rdp", "rdp-improved", "pld", "moments"] = "prv"
-    """prv: Opacus's. rdp: the paper's. moments: of Abadi et al. 2016 (DPDL). All are shown by `datalens verify`."""
+    """prv: Opacus's. rdp: the paper's. moments: of Abadi et al. 2016 (DPDL). `datalens verify` shows all."""
     noise_seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Seed samples and noise, for debugging: the run is stamped NOT PRIVATE."""
     show_accuracy: bool = False
-    """Print accuracy on real test records, which no epsilon covers, also without a terminal (in the log of a job)."""
+    """Print the accuracy on real test records even if stdout is not a terminal. No epsilon covers it."""
     json: Json = False
 
     def run(self, given: set[str]) -> int:
         from datalens.driver import train
 
         result = train(asked(self, given), given - {"show_accuracy"})
-        said, line = accuracy_said(result, shown=self.show_accuracy or sys.stdout.isatty())
-        show(said, [f"{result['run']}/release", line], json=self.json)
+        fields, line = accuracy_said(result, shown=self.show_accuracy or sys.stdout.isatty())
+        show(fields, [f"{result['run']}/release", line], json=self.json)
         return EXIT_INTERRUPTED if result["interrupted"] else 0
 
 
-# Registered methods that `--method` does not take.
+# How to choose the registered methods that `--method` does not accept.
 IS = {"topagg": "--method datalens --warm-start off", "sgd": "a command of its own: `datalens sgd`"}
 
 
 def with_options(command: type, own: type, *more: type) -> type:
-    """Return the command with a method's own options, and those of every method that few runs need."""
+    """Return a command's class with more options.
+
+    Args:
+        command: the class.
+        own: the options of a method.
+        more: classes of options that few runs need.
+    """
     field = ("own", own, dataclasses.field(default_factory=own))
     whole = dataclasses.make_dataclass(command.__name__, [field], bases=(*more, command), frozen=True, kw_only=True)
     whole.__doc__, whole.__module__ = command.__doc__, __name__
@@ -83,7 +90,7 @@ def with_options(command: type, own: type, *more: type) -> type:
 
 
 def naming_methods(command: type) -> type:
-    """Return the command with the names of the methods in its description."""
+    """Return a command's class with the names of the methods in its description."""
     from datalens.plans.registry import names
 
     listed = with_options(command, NoOptions)
@@ -92,7 +99,7 @@ def naming_methods(command: type) -> type:
 
 
 def asked(command: Any, given: set[str]) -> TrainOptions:
-    """Return what a command asks for: the shared options, and the method's own that were given."""
+    """Return a command's options as those of a run: the shared ones, and those of the method that were given."""
     method = {} if hasattr(command, "method") else {"method": "sgd" if isinstance(command, Sgd) else "datalens"}
     fields = {name: getattr(command, name) for name in SHARED if hasattr(command, name)} | method
     own = getattr(command, "own", None)
@@ -105,10 +112,15 @@ def asked(command: Any, given: set[str]) -> TrainOptions:
 
 
 def command_for(verb: str, words: list[str], base: type) -> tuple[type, str]:
-    """Return the command with the options of the method that the words ask for, and that method's registered name.
+    """Return the command's class with the options of the method that the words choose, and that method's name.
 
-    A run that goes on is of the method it was begun with. Methods take seconds to import: none is where no word is an
-    option of one.
+    The name is the registered one. A resumed run has the method that it was begun with. Methods take seconds to import,
+    so none is imported (and the name is "") if no word can be an option of a method.
+
+    Args:
+        verb: train, plan or sgd.
+        words: the command line after the verb.
+        base: the command's class without the options of methods.
     """
     if verb != "sgd" and words in (["-h"], ["--help"]):
         return naming_methods(base), ""
@@ -128,7 +140,7 @@ def command_for(verb: str, words: list[str], base: type) -> tuple[type, str]:
 
 
 def _ours(words: list[str]) -> str:
-    """Return which of the two methods behind `--method datalens` is asked for: images from moments, or teachers."""
+    """Return which of the two methods of `--method datalens` the words choose: private moments, or TopAgg."""
     from datalens.plans.registry import options_of
 
     start, preset = _value(words, "--warm-start"), _value(words, "--preset")
@@ -142,7 +154,7 @@ def _ours(words: list[str]) -> str:
 
 
 def explain(name: str, method: str) -> str | None:
-    """Return whose an option is that this method does not have; None where no method has it."""
+    """Return the message about an option of another method; None if no method has it."""
     from datalens.plans.registry import METHODS, options_of, unknown
 
     option = name.removeprefix("--").replace("-", "_")
@@ -158,17 +170,17 @@ def given_in(words: list[str]) -> set[str]:
 
 def _value(words: list[str], option: str) -> str | None:
     """Return the last value of an option in a command line."""
-    found = None
+    value = None
     for number, word in enumerate(words):
         if word.startswith(f"{option}="):
-            found = word.split("=", 1)[1]
+            value = word.split("=", 1)[1]
         elif word == option and number + 1 < len(words):
-            found = words[number + 1]
-    return found
+            value = words[number + 1]
+    return value
 
 
 def _begun(words: list[str]) -> str | None:
-    """Return the method of the run that goes on."""
+    """Return the method of the run that is resumed, if one is."""
     out = _value(words, "--out")
     if "--resume" not in words or out is None or not (Path(out) / "config.json").is_file():
         return None
@@ -179,10 +191,10 @@ def _begun(words: list[str]) -> str | None:
 
 
 def accuracy_said(result: dict[str, Any], *, shown: bool) -> tuple[dict[str, Any], str]:
-    """Return what is printed: accuracy on real records only where the owner sees it, since others read job logs."""
+    """Return the JSON fields and the line to print; with the accuracy only if `shown`, since others read job logs."""
     what = "accuracy on real test records"
     if result["accuracy"] is None:
-        return result, f"{what}: unknown: there is no test split"
+        return result, f"{what}: unknown, since there is no test split"
     if shown:
         return result, f"{what}, for the owner only (no epsilon covers it): {result['accuracy']:.4f}"
     where = f"{result['run']}/metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Data by what was given for --data: a named data set, or the user's own file or folder (docs/data.md)."""
+"""Open what --data names: a named data set, or the user's own file or folder (docs/data.md)."""
 
 import dataclasses
 import os
@@ -10,17 +10,17 @@ from datalens.data.own.arrays import shaped
 from datalens.data.own.folder import FOLDER, PREFIX, image_folder
 from datalens.data.own.python import from_arrays as from_arrays
 from datalens.data.own.reading import NONE, Found, Reading, check_not_larger, records_of
-from datalens.data.records import Dataset, Records, collect
+from datalens.data.records import Dataset, OnDisk, Records, collect
 from datalens.data.schema import LARGEST_NUMBER, Schema
 from datalens.errors import DatalensError
 
-NOTHING_SAID = Reading()
-METADATA = "metadata.csv"  # in a folder of images: columns about them
+DEFAULTS = Reading()
+METADATA = "metadata.csv"  # in a folder of images: a table with columns about them
 RULES = (None, PREFIX, FOLDER)
 
 
 def is_own(data: str) -> bool:
-    """Whether this is a file or folder of the user's, and not a name. A folder called mnist is ./mnist."""
+    """Return whether this is a file or folder of the user's own, not a named data set. A folder mnist is ./mnist."""
     if data in sources.names():
         return False
     return data.endswith((".npz", ".csv", ".parquet")) or "/" in data or os.path.exists(data)
@@ -32,19 +32,26 @@ def open_records(
     *,
     nominal_size: int | None = None,
     folder: Path | str | None = None,
-    reading: Reading = NOTHING_SAID,
+    reading: Reading = DEFAULTS,
 ) -> Records:
-    """A named data set, or the user's own, as a stream of records: what training reads.
+    """Open a named data set, or the user's own data, as a stream of records: what training reads.
 
-    `nominal_size` is what the owner declares: the true count is private. `folder`: where a set that cannot be
-    downloaded lies; what of it is there is private too, so a nominal size may be declared with it. `reading`: how own
-    data is read.
+    Args:
+        data: a name, or a path.
+        split: train or test.
+        nominal_size: number of records that the owner declares; the true number is private. Required for own data.
+        folder: where a named set lies that cannot be downloaded. How much of the set is there is private, so a nominal
+            size may be declared with it.
+        reading: how own data is read.
+
+    Raises:
+        DatalensError: there is no such data, it is damaged, or an option does not apply to it.
     """
     _check(data, nominal_size, folder, reading)
     if is_own(data):
         if split == "train" and nominal_size is None:
             raise DatalensError(
-                f"how many records {data} holds is private: declare a public round figure with --nominal-size"
+                f"the number of records in {data} is private: declare a public round figure with --nominal-size"
             )
         return _own(Path(data), split, reading, nominal_size or 0)
     records = sources.open_records(data, split, data_folder=None if folder is None else Path(folder))
@@ -57,15 +64,15 @@ def load(
     *,
     nominal_size: int | None = None,
     folder: Path | str | None = None,
-    reading: Reading = NOTHING_SAID,
+    reading: Reading = DEFAULTS,
 ) -> Dataset:
-    """The same, all of it in memory: for test sets and small sets."""
+    """Return all records of a split in memory, for test sets and small sets; the arguments are `open_records`'s."""
     return collect(open_records(data, split, nominal_size=nominal_size, folder=folder, reading=reading))
 
 
-def load_some(data: str, *, most: int, folder: Path | str | None = None, reading: Reading = NOTHING_SAID) -> Dataset:
-    """At most so many training records, drawn at random, in memory: enough to compare with as many synthetic ones."""
-    nominal = 1 if is_own(data) else None  # nothing is planned by it here
+def load_some(data: str, *, most: int, folder: Path | str | None = None, reading: Reading = DEFAULTS) -> Dataset:
+    """Return at most `most` training records in memory, drawn at random, to compare with as many synthetic ones."""
+    nominal = 1 if is_own(data) else None  # required, and not used here
     return collect(open_records(data, nominal_size=nominal, folder=folder, reading=reading), most=most)
 
 
@@ -74,29 +81,47 @@ def schema(
     *,
     nominal_size: int | None = None,
     folder: Path | str | None = None,
-    reading: Reading = NOTHING_SAID,
+    reading: Reading = DEFAULTS,
 ) -> Schema:
-    """What is public. Of a named data set no file is touched for it."""
+    """Return the public facts about the training records (see `schema_and_records`)."""
+    return schema_and_records(data, nominal_size=nominal_size, folder=folder, reading=reading)[0]
+
+
+def schema_and_records(
+    data: str,
+    *,
+    nominal_size: int | None = None,
+    folder: Path | str | None = None,
+    reading: Reading = DEFAULTS,
+) -> tuple[Schema, Records | None]:
+    """Return the public facts about the training records and, for own data, the records.
+
+    The schema of a named data set is known, and no file is touched. Own data has to be opened to know its schema; the
+    records that are returned state what was read (`looked_at`), and need not be opened again. The arguments are those
+    of `open_records`.
+    """
     if is_own(data):
-        return open_records(data, nominal_size=nominal_size, folder=folder, reading=reading).schema
+        records = open_records(data, nominal_size=nominal_size, folder=folder, reading=reading)
+        return records.schema, records
     _check(data, nominal_size, folder, reading)
     public = sources.schema(data)
-    return public if nominal_size is None else dataclasses.replace(public, nominal_size=nominal_size)
+    return (public if nominal_size is None else dataclasses.replace(public, nominal_size=nominal_size)), None
 
 
 def _check(data: str, nominal_size: int | None, folder: Path | str | None, reading: Reading) -> None:
+    """Raise if an option does not apply to this data."""
     own = is_own(data)
     if nominal_size is not None and not 1 <= nominal_size <= LARGEST_NUMBER:
         raise DatalensError(f"--nominal-size must be from 1 to {LARGEST_NUMBER}, not {nominal_size}")
     if own and folder is not None:
         raise DatalensError(f"--data-folder is for named data sets: {data} is a file, leave it out")
     if not own and reading.given:
-        sources.schema(data)  # or there is no such name at all
+        sources.schema(data)  # an unknown name is reported first
         raise DatalensError(f"--{reading.given} is for your own data: {data} is a named data set, leave it out")
     if not own and nominal_size is not None and folder is None:
-        sources.schema(data)
+        sources.schema(data)  # an unknown name is reported first
         raise DatalensError(
-            "--nominal-size is for your own file, or with --data-folder: what a named data set holds is public"
+            "--nominal-size is for your own data, or for --data-folder: the size of a named data set is public"
         )
 
 
@@ -109,15 +134,15 @@ def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records
     return records_of(find(path, split, reading), reading, nominal_size=nominal_size)
 
 
-def own_images(path: Path, reading: Reading, split: str = "train") -> Found | Dataset:
-    """Own images as they lie there: for who looks at them before anything is declared."""
+def own_images(path: Path, reading: Reading, split: str = "train") -> Found | OnDisk:
+    """Return own images as they are stored, for `datalens inspect`, which needs no declarations."""
     if path.suffix == ".npz":
         return npz.open_npz(path, split, 0, reading)
     return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(path, split, reading)
 
 
 def find(path: Path, split: str, reading: Reading) -> Found:
-    """Own images in files: listed, and not decoded."""
+    """List own images in files, without decoding them."""
     from datalens.data.own import tables
 
     if path.suffix == ".csv":
@@ -125,7 +150,7 @@ def find(path: Path, split: str, reading: Reading) -> Found:
     if (path.is_dir() and any(path.glob("*.parquet"))) or path.suffix == ".parquet":
         return tables.parquet_list(path, split, reading)
     if path.is_file():
-        raise DatalensError(f"{path} is no folder of images, .npz, .csv, .parquet or idx file")
+        raise DatalensError(f"{path} is neither a folder of images nor a .npz, .csv, .parquet or idx file")
     if (path / METADATA).is_file() and (reading.label not in (None, NONE) or reading.record_id not in RULES):
         return dataclasses.replace(tables.csv_list(path / METADATA, split, reading), path=path)
     return image_folder(path, split, reading)
@@ -134,3 +159,8 @@ def find(path: Path, split: str, reading: Reading) -> Found:
 def _declared(records: Records, nominal_size: int) -> Records:
     public = dataclasses.replace(records.schema, nominal_size=nominal_size)
     return dataclasses.replace(records, schema=public)  # type: ignore[type-var]
+
+
+def looked_at(records: Records) -> str:
+    """Return what was read of the user's own data to know its schema, in words."""
+    return str(getattr(records, "looked_at", ""))

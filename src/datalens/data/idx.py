@@ -1,4 +1,4 @@
-"""The idx format of the MNIST family: a magic number, the dimensions, then the bytes. One reader, one writer."""
+"""The idx format of the MNIST family: a magic number, the dimensions, then the bytes."""
 
 import math
 from pathlib import Path
@@ -11,13 +11,27 @@ UBYTE = 8
 
 
 def parse(data: bytes, ndim: int, what: str = "idx data") -> np.ndarray:
-    """A writable uint8 array of exactly `ndim` dimensions."""
+    """Return idx data as a writable uint8 array of exactly `ndim` dimensions.
+
+    Args:
+        what: the data's name, for messages.
+
+    Raises:
+        DatalensError: it is not such data.
+    """
     shape, start = _header(data[: 4 + 4 * ndim], len(data), (ndim,), what)
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy()
 
 
 def mapped(file: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """The same of a file, through a memory map, so that it may be larger than memory."""
+    """Return the array of an idx file as a memory map, so that it may be larger than memory. Only the header is read.
+
+    Args:
+        dimensions: the numbers of dimensions that are accepted.
+
+    Raises:
+        DatalensError: there is no such file, or it is not in this format.
+    """
     try:
         with open(file, "rb") as opened:
             header = opened.read(4 + 4 * max(dimensions))
@@ -30,10 +44,10 @@ def mapped(file: Path, dimensions: tuple[int, ...]) -> np.ndarray:
 
 
 def _header(data: bytes, length: int, dimensions: tuple[int, ...], what: str) -> tuple[tuple[int, ...], int]:
-    """The shape, and where the bytes begin, of `length` in all.
+    """Return the shape, and the offset of the array in data of `length` bytes.
 
-    A header is believed only where it agrees with the length, and it is compared before anything is allocated, so one
-    that lies about the size costs nothing.
+    The header must agree with the length. This is checked before anything is allocated, so a header that lies about the
+    size costs no memory.
     """
     magic = data[:4]
     if len(magic) < 4:
@@ -47,13 +61,13 @@ def _header(data: bytes, length: int, dimensions: tuple[int, ...], what: str) ->
         raise DatalensError(f"{what}: {len(data)} bytes is too short for an idx header of {start}")
     shape = tuple(int.from_bytes(data[i : i + 4], "big") for i in range(4, start, 4))
     if 0 in shape or math.prod(shape) != length - start:
-        said = "×".join(map(str, shape))
-        raise DatalensError(f"{what}: the header says {said}, but {length - start} bytes follow it")
+        claimed = "×".join(map(str, shape))
+        raise DatalensError(f"{what}: the header says {claimed}, but {length - start} bytes follow it")
     return shape, start
 
 
 def dump(array: np.ndarray) -> bytes:
-    """The same backwards, from an array of unsigned bytes."""
+    """Return an array of unsigned bytes in the idx format."""
     if array.dtype != np.uint8:
         raise ValueError(f"only unsigned bytes can be written, not {array.dtype}")
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)

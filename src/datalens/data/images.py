@@ -1,4 +1,4 @@
-"""Encoded images (JPEG, PNG) as a stream of records: decoded block by block, and only those that are wanted."""
+"""Encoded images (JPEG, PNG) as a stream of records: block by block, and only the chosen ones are decoded."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,24 +17,33 @@ WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside Python's lock
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """Some consecutive records, still encoded. `index` has gaps where records are not of the data set."""
+    """Some consecutive records, still encoded. `index` has gaps where a record does not belong to the data set."""
 
     index: np.ndarray  # int64 [b]: position in the whole stream
     labels: np.ndarray  # int64 [b]
-    ids: list[Any]  # stable names of the records, or whose they are; None: has none
+    ids: list[Any]  # a stable name of each record, or the person whose it is; None: the record has none
     names: list[str]  # for messages
-    read: Callable[[int], bytes]  # the bytes of the i-th of them
+    read: Callable[[int], bytes]  # returns the bytes of the i-th record
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageRecords:
-    """Records whose images are decoded as they are wanted, cropped at the centre and resized to the schema."""
+    """Records whose images are decoded when they are chosen, cropped at the centre and resized to the schema.
+
+    Attributes:
+        encoded: yields the records, still encoded.
+        crop: side of the square that is cut out first; None: the largest possible one.
+        decoder: used instead of `decode` for the user's own files.
+        looked_at: what was read of the user's own files to know the schema, in words.
+        fixed_positions: whether the images come from a list (`records.Records`).
+    """
 
     schema: Schema
     encoded: Callable[[], Iterator[Encoded]]
-    crop: int | None = None  # side of the square that is cut out first; None: the largest there is
-    decoder: Callable[[bytes, str], np.ndarray] | None = None  # in the place of `decode`, for the user's own files
-    fixed_positions: bool = False  # True only where the images come from a list
+    crop: int | None = None
+    decoder: Callable[[bytes, str], np.ndarray] | None = None
+    looked_at: str = ""
+    fixed_positions: bool = False
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)

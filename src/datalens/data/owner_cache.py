@@ -1,7 +1,7 @@
-"""What was computed from real records and is kept for next time, for the owner alone, under names that tell nothing.
+"""A cache for results computed from real records. Only its owner can read it, and its file names reveal nothing.
 
-A hash of all images, as a name, would tell whoever sees a listing (of a backup, say) whether these very images were
-used. So names are keyed by a salt that lies in the cache beside them, and only its owner can read.
+If files were named by a hash of the images, anybody who sees a listing (of a backup, say) could tell whether given
+images were used. So names are keyed hashes; the key is a salt beside the files, which only the owner can read.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ SALT = "names.salt"
 
 
 def folder(name: str) -> Path:
-    """A folder of the cache, made when it is first needed; nobody else can look into it."""
+    """Return a folder of the cache. It is made when it is first needed, with access for the owner alone."""
     here = sources.folder(name)
     try:
         here.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -30,7 +30,7 @@ def folder(name: str) -> Path:
 
 
 def file(here: Path, key: str, *, kind: str = "", suffix: str) -> Path:
-    """Where what follows from records with this hash is kept. What version 0.1.0 kept under the hash is renamed."""
+    """Return the path for results about records with this hash. A file that version 0.1.0 named by it is renamed."""
     path = here / f"{kind}{hmac.new(_salt(here), key.encode(), hashlib.sha256).hexdigest()}{suffix}"
     with contextlib.suppress(FileNotFoundError):
         os.replace(here / f"{kind}{key}{suffix}", path)
@@ -38,12 +38,12 @@ def file(here: Path, key: str, *, kind: str = "", suffix: str) -> Path:
 
 
 def _salt(here: Path) -> bytes:
-    """32 random bytes, made once for a folder. Deleted with it."""
+    """Return the 32 random bytes of a folder; they are made once, and deleted with it."""
     path = here / SALT
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
     try:
-        with contextlib.suppress(FileExistsError):  # of two processes one is first
+        with contextlib.suppress(FileExistsError):  # another process was first
             write_new(path, secrets.token_bytes(32), private=True)
     except OSError as error:
         raise DatalensError(f"cannot write {path}: {error.strerror}") from None

@@ -1,6 +1,6 @@
-"""Records from parquet files by the Hugging Face convention: `image` = {bytes, path}, and columns for labels.
+"""Records from parquet files in the Hugging Face convention: `image` = {bytes, path}, and columns for labels.
 
-Files are read batch by batch, and images stay encoded until they are wanted. `image.path` is the stable id of a
+Files are read batch by batch, and images are decoded only when they are chosen. `image.path` is the stable id of a
 record, so its share does not depend on how records are spread over files.
 """
 
@@ -18,19 +18,25 @@ from datalens.data.records import block_records
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 
-# Columns by their lower-case name → the label of each record; -1: not of this data set.
+# Columns by their lower-case name → the label of each record; -1: the record does not belong to this data set.
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.parquet")
-READ_BYTES = 2**20  # read ahead; without a limit a whole row group would be read at once
-# Encoded images hardly compress. A row group that does, this many times, and to this size, is a trap or a mistake.
+READ_BYTES = 2**20  # read ahead; without a limit, a whole row group would be read at once
+# Encoded images hardly compress. A row group that unpacks to this multiple and this size is an attack or a mistake.
 MOST_COMPRESSED, FROM_BYTES = 50, 2**26
 
 
 def parquet_records(
     files: Sequence[Path], schema: Schema, *, columns: Sequence[str], label: Labelling, crop: int | None = None
 ) -> ImageRecords:
-    """One split. `columns`, in lower case, are what `label` needs."""
+    """Return the records of one split.
+
+    Args:
+        columns: lower-case names of the columns that `label` needs.
+        label: returns the label of each record.
+        crop: see `ImageRecords`.
+    """
     stream = encoded_rows(files, columns=columns, label=label)
     return ImageRecords(
         schema=schema,
@@ -41,11 +47,11 @@ def parquet_records(
 
 
 def is_one_table(files: Sequence[Path]) -> bool:
-    """Whether the rows of the files, one file after the other, are one list: there is one file, or the files are all
-    shards of a table (train-00000-of-00004.parquet, …).
+    """Return whether the rows of the files, one file after the other, are one list.
 
-    Any other names may follow what is in the files, such as cats.parquet and dogs.parquet: a record that is replaced
-    by one of another kind would then stand elsewhere.
+    They are if there is one file, or if the files are all shards of a table (train-00000-of-00004.parquet, …). Other
+    names may depend on what is in the files, such as cats.parquet and dogs.parquet: a record that is replaced by one of
+    another kind would then change its position.
     """
     shards = [_SHARD.fullmatch(file.name) for file in files]
     numbers = [(found["stem"], int(found["number"]), int(found["count"])) for found in shards if found]
@@ -56,13 +62,21 @@ def is_one_table(files: Sequence[Path]) -> bool:
 def encoded_rows(
     files: Sequence[Path], *, columns: Sequence[str], label: Labelling, record_id: str | None = None
 ) -> Callable[[int], Iterator[Encoded]]:
-    """So many rows at a time, still encoded; without columns all are of class 0. `record_id`: the column that is, in
-    the place of `image.path`, the id of a record."""
-    found = [(file, _columns(file, columns)) for file in files]
+    """Return a function that yields the rows, so many at a time, with images still encoded.
+
+    Args:
+        columns: lower-case names of the columns that are read; without columns all records are of class 0.
+        label: returns the label of each record.
+        record_id: the column with the id of each record, instead of `image.path`.
+
+    Raises:
+        DatalensError: a file is damaged, or lacks a column.
+    """
+    columns_of = [(file, _columns(file, columns)) for file in files]
 
     def encoded(size: int) -> Iterator[Encoded]:
         start = 0
-        for file, names in found:
+        for file, names in columns_of:
             for batch in _batches(file, ["image", *names.values()], size):
                 values = {name: _values(batch, real, file) for name, real in names.items()}
                 ids = None if record_id is None else values[record_id].tolist()
@@ -98,7 +112,11 @@ def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[A
 
 
 def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
-    """Lower-case names → the names in the file; also that `image` is what it should be."""
+    """Return lower-case names → the names in the file.
+
+    Raises:
+        DatalensError: the file is damaged, lacks a column, or its column `image` does not hold images.
+    """
     try:
         with pq.ParquetFile(file) as opened:
             schema = opened.schema_arrow
@@ -124,9 +142,9 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
 
 
 def check_unpacked(metadata: Any, file: Path) -> None:
-    """That no row group unpacks to far more than the file holds: a few kilobytes could fill the memory.
+    """Raise if a row group would unpack to far more than the file holds: a few kilobytes could fill the memory.
 
-    Row groups and not their columns: pyarrow ends the whole process over a column whose statistics are damaged.
+    Row groups are checked rather than columns, since pyarrow ends the process on a column with damaged statistics.
     """
     most = max(FROM_BYTES, MOST_COMPRESSED * file.stat().st_size)
     for group in range(metadata.num_row_groups):
@@ -139,7 +157,7 @@ def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
     try:
         with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as opened:
             yield from opened.iter_batches(batch_size=size, columns=columns, use_threads=False)
-    except MemoryError:  # also one of Arrow's
+    except MemoryError:  # Arrow's own is an ArrowException, too
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DatalensError(f"{file} cannot be read to its end ({error})") from None
@@ -148,5 +166,5 @@ def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
 def _values(batch: Any, name: str, file: Path) -> np.ndarray:
     column = batch.column(name)
     if column.null_count:
-        raise DatalensError(f"{file}: column {name} has gaps: every record needs a value")
+        raise DatalensError(f"{file}: column {name} has missing values: every record needs one")
     return column.to_numpy(zero_copy_only=False)

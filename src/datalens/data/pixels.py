@@ -1,23 +1,23 @@
-"""An encoded image becomes pixels, by one of two rules.
+"""Decode an image to pixels, by one of two rules.
 
-Of a set that is known by name, every file is in colour or grey like its schema, and a square is cut out of the middle
-(`decode`). Of the user's own files nothing is known, so there is a rule for every kind, and a line for every kind that
-is refused (`to_pixels`):
+Files of a named data set are converted to the colour mode of its schema, and a square is cut out of the middle
+(`decode`). The user's own files may be of any kind, so there is a rule for every kind that is accepted, and an error
+message for every other (`to_pixels`):
 
 | kind | becomes |
 |---|---|
 | grey, colour, palette, black and white | itself |
 | grey of 16 bits | value / 257, rounded: 65535 is white |
-| with transparency | what is seen of it on a white page |
+| with transparency | the image on a white background |
 | CMYK | colour by the plain formula, without a colour profile |
 | turned by its camera (EXIF) | upright |
-| grey, where the first is in colour | three equal planes |
+| grey, where the first image is in colour | three equal planes |
 | colour, with --grayscale | its luma (ITU-R 601-2) |
-| colour, where the first is grey, and no --grayscale | refused |
-| several frames, 32-bit or other values | refused |
+| colour, where the first image is grey, without --grayscale | an error |
+| several frames, 32-bit or other values | an error |
 
-Where --image-size says so, the largest centred part of that shape is cut out and resized (bilinear, averaging what is
-left out); else all images must have one size.
+With --image-size, the largest centred part of that shape is cut out and resized (bilinear, averaging over the pixels
+that fall together). Without it, all images must have one size.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 
 MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
-CUT_BEFORE = (64, 64)  # of this size are the copies of CelebA that are passed on: the square is cut out already
+CUT_BEFORE = (64, 64)  # the size of the copies of CelebA that are in circulation, from which the square was cut already
 NAMED, OWN = ("JPEG", "PNG"), ("JPEG", "PNG", "WEBP")  # formats that are read
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
@@ -41,11 +41,15 @@ _COLOUR = ("P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 
 
 def decode(data: bytes, name: str, schema: Schema, crop: int | None = None) -> np.ndarray:
-    """uint8 [h, w, c], of a set known by name. An image that has the right size already is taken as it is.
+    """Decode an image of a named data set to uint8 [h, w, c]. One that has the right size already is not cropped.
 
-    `crop`: side of the square that is cut out first; None: the largest there is.
+    Args:
+        crop: side of the square that is cut out first; None: the largest possible one.
+
+    Raises:
+        DatalensError: the image is damaged or too small.
     """
-    with _complaining(name):
+    with _damage_explained(name):
         pixels = _opened(data, name, NAMED).convert("RGB" if schema.channels == 3 else "L")
     goal = (schema.width, schema.height)
     if pixels.size != goal:
@@ -62,7 +66,7 @@ def decode(data: bytes, name: str, schema: Schema, crop: int | None = None) -> n
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is known of an image from its first bytes."""
+    """Size and mode of an image, from its header."""
 
     height: int
     width: int
@@ -74,14 +78,15 @@ class Kind:
 
 
 def kind_of(data: bytes, name: str) -> Kind:
+    """Return the size and mode of one of the user's images, without decoding its pixels."""
     image = _own(data, name)
-    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # lying on its side
+    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # by 90 degrees
     width, height = reversed(image.size) if turned else image.size
     return Kind(height=height, width=width, mode=image.mode)
 
 
 def checked_kind(data: bytes, name: str) -> Kind:
-    """The same, once all of it was decoded without complaint."""
+    """Return the same, after decoding all of the image to find damage."""
     kind = kind_of(data, name)
     as_is = Schema(name="", height=kind.height, width=kind.width, channels=3, classes=("all",), nominal_size=1)
     to_pixels(data, name, as_is, resize=True, grayscale=False)
@@ -89,26 +94,36 @@ def checked_kind(data: bytes, name: str) -> Kind:
 
 
 def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale: bool) -> np.ndarray:
-    """uint8 [h, w, c]. Of what shape the others are, `schema` says; what is to be done about it, the options."""
+    """Decode one of the user's images to uint8 [h, w, c], as the schema has it.
+
+    Args:
+        resize: whether --image-size was given, so that other sizes are cut and resized.
+        grayscale: whether --grayscale was given, so that colour is converted to grey.
+
+    Raises:
+        DatalensError: the image is damaged, or does not fit the schema without these options.
+    """
     image = _own(data, name)
     if schema.channels == 1 and not grayscale and image.mode not in _GREY:
-        raise DatalensError(f"{name} is in colour where the first image is grey: add --grayscale, or leave it out")
-    with _complaining(name):
+        raise DatalensError(
+            f"{name} is in colour where the first image is grey: add --grayscale, or leave this image out"
+        )
+    with _damage_explained(name):
         image.load()
         image = ImageOps.exif_transpose(image)
         flat = _deep(image) if image.mode in _DEEP else _on_white(image)
     goal = (schema.width, schema.height)
     if flat.size != goal and not resize:
         raise DatalensError(
-            f"{name} is {flat.height}x{flat.width} where the first image is {schema.height}x{schema.width}: say to "
-            f"what size all are brought, --image-size {schema.height}x{schema.width} or another"
+            f"{name} is {flat.height}x{flat.width} where the first image is {schema.height}x{schema.width}: resize all "
+            f"images, with --image-size {schema.height}x{schema.width} or another size"
         )
     flat = flat.convert("L" if schema.channels == 1 else "RGB")
     return np.asarray(fitted(flat, goal)).reshape(schema.height, schema.width, schema.channels)
 
 
 def fitted(image: Image.Image, goal: tuple[int, int]) -> Image.Image:
-    """The largest centred part of the shape of `goal` (width, height), resized to it."""
+    """Return the largest centred part that has the shape of `goal` (width, height), resized to it."""
     if image.size == goal:
         return image
     scale = min(image.width / goal[0], image.height / goal[1])
@@ -122,8 +137,8 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def _own(data: bytes, name: str) -> Image.Image:
-    """One of the user's, if it is of a kind that there is a rule for; only its first bytes are read."""
-    with _complaining(name):
+    """Open one of the user's images, or raise if there is no rule for its kind. Only its header is decoded."""
+    with _damage_explained(name):
         image = _opened(data, name, OWN)
         frames = getattr(image, "n_frames", 1) if image.format in ("PNG", "WEBP") else 1
         if frames > 1:
@@ -135,7 +150,7 @@ def _own(data: bytes, name: str) -> Image.Image:
 
 def _opened(data: bytes, name: str, formats: tuple[str, ...]) -> Image.Image:
     if not data:
-        raise DatalensError(f"{name} is empty (0 bytes): mend it, or leave it out")
+        raise DatalensError(f"{name} is empty (0 bytes): repair it, or leave it out")
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
@@ -146,27 +161,28 @@ def _opened(data: bytes, name: str, formats: tuple[str, ...]) -> Image.Image:
 
 
 @contextlib.contextmanager
-def _complaining(name: str) -> Iterator[None]:
-    """Whatever damaged bytes do becomes one line."""
+def _damage_explained(name: str) -> Iterator[None]:
+    """Turn whatever damaged bytes raise into an error of one line."""
     try:
         yield
     except (MemoryError, DatalensError):
         raise
-    except Exception as error:  # Pillow has many kinds
+    except Exception as error:  # Pillow raises many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DatalensError(f"{name} is not a readable image ({reason}): mend it, or leave it out") from None
+        raise DatalensError(f"{name} is not a readable image ({reason}): repair it, or leave it out") from None
 
 
 def _deep(image: Image.Image) -> Image.Image:
+    """Return an image of 16 bits as one of 8 bits."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise ValueError("its values are of more than 16 bits")
+        raise ValueError("its values have more than 16 bits")
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Without transparency."""
+    """Return the image without transparency, on a white background."""
     if image.mode not in ("LA", "La", "PA", "RGBA") and "transparency" not in image.info:
         return image
-    seen = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    transparent = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", transparent.size, "white"), transparent).convert("RGB")

@@ -1,7 +1,7 @@
-"""Records as a stream: what training reads, whether they lie in memory, in parquet files or in folders.
+"""Records as a stream: what training reads, whether they are in memory, in parquet files or in folders.
 
-A reader is asked for blocks and decodes only what is wanted, so that a data set larger than memory passes through,
-and a machine that holds some of the teachers decodes only what these see.
+A reader yields blocks and decodes only the records that its caller chooses. So a data set may be larger than memory,
+and a machine that holds some of the teachers decodes only the records of these.
 """
 
 import math
@@ -16,43 +16,45 @@ import numpy as np
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 
-# (positions in the stream [b], what identifies each record) → the share of each [b]; -1: not wanted.
+# (positions in the stream [b], the key of each record) → the share of each [b]; -1: the record is not wanted.
 Choose = Callable[[np.ndarray, Iterable[bytes]], np.ndarray]
 
 BLOCK_RECORDS = 4096
-BLOCK_BYTES = 2 * 2**20  # of pixels: features of a block take many times that while they are computed
+BLOCK_BYTES = 2 * 2**20  # of pixels: the features of a block take many times that while they are computed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """Some consecutive records of the stream, those that were wanted, decoded."""
+    """The chosen ones among some consecutive records of the stream, decoded."""
 
     images: np.ndarray  # uint8 [b, h, w, c]
     labels: np.ndarray  # int64 [b]
-    index: np.ndarray  # int64 [b]: position of each in the whole stream of that split
-    share: np.ndarray  # int64 [b]: what `choose` answered
+    index: np.ndarray  # int64 [b]: position of each in the whole stream of its split
+    share: np.ndarray  # int64 [b]: what `choose` returned
 
 
 class Records(Protocol):
-    """One split of a data set as a stream; nothing is held whole."""
+    """One split of a data set as a stream, which need not fit into memory."""
 
     @property
     def schema(self) -> Schema: ...
 
     @property
     def fixed_positions(self) -> bool:
-        """Whether the records are a list: one that is replaced, by whatever record, keeps its position, and so do all
-        others. Not so where records are sorted by what they are, such as the files of a folder."""
+        """Whether the records are a list: when a record is replaced by any other, all records keep their positions.
+
+        This does not hold where the order depends on the records, such as that of files sorted by name.
+        """
         ...
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
-        """All records in their order, block by block. `choose` is asked once about every record."""
+        """Yield all records in their order, block by block. `choose` is called once for every record."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """Records in memory: images uint8 [n, h, w, c], labels int64 [n], and stable record ids where there are any."""
+    """Records in memory: images uint8 [n, h, w, c], labels int64 [n], and stable ids of the records, if any."""
 
     schema: Schema
     images: np.ndarray
@@ -71,16 +73,44 @@ class Dataset:
             yield Block(images=self.images[index], labels=self.labels[index], index=index, share=share[wanted])
 
 
-def record_keys(images: np.ndarray, ids: np.ndarray | None, *, by_person: bool = False) -> Iterable[bytes]:
-    """What identifies a record: its id where there is one, else its pixels. Never its position or label.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnDisk:
+    """Records in files of arrays, which were opened for their schema; images are loaded when they are first needed.
 
-    `by_person`: the ids say whose it is, and there is no way round them.
+    Attributes:
+        count: number of records, from a header. Private.
+        looked_at: what was read to know the schema, in words.
+        load: read the arrays, and check their values. They are not kept here.
+    """
+
+    schema: Schema
+    count: int
+    looked_at: str
+    load: Callable[[], Dataset]
+    fixed_positions: bool = True
+
+    def blocks(self, choose: Choose) -> Iterator[Block]:
+        return self.load().blocks(choose)
+
+
+def record_keys(images: np.ndarray, ids: np.ndarray | None, *, by_person: bool = False) -> Iterable[bytes]:
+    """Return the key of each record: its id where it has one, else its pixels; never its position or label.
+
+    Args:
+        images: [n, h, w, c].
+        ids: [n], or None where records have no ids.
+        by_person: the ids say whose each record is, and are required.
+
+    Raises:
+        DatalensError: ids are missing, or there is not one for each image.
     """
     if by_person and ids is None:
-        raise DatalensError("there are no ids that say whose images these are: none of them can be protected by person")
+        raise DatalensError(
+            "to protect persons, every image needs an id that says whose it is, and there are no ids: add them"
+        )
     if ids is not None:
         if len(ids) != len(images):
-            raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give one id an image")
+            raise DatalensError(f"there are {len(ids)} record ids for {len(images)} images: give each image one id")
         return ((person_key if by_person else id_key)(identity) for identity in ids.tolist())
     return (content_key(image) for image in images)
 
@@ -89,7 +119,7 @@ def id_key(identity: object) -> bytes:
     return b"id:" + str(identity).encode(errors="surrogateescape")  # a file name may be any bytes
 
 
-# How a gap is spelled, by its letters and digits alone: of "NA", "N/A" and "<NA>" these are "na", of "-" and "?" none.
+# Spellings of a missing id, reduced to letters and digits: "NA", "N/A" and "<NA>" become "na"; "-" and "?" become "".
 MISSING = frozenset(
     (
         *("", "na", "nan", "nat", "none", "null", "nil", "void", "blank", "empty", "missing", "undefined"),
@@ -102,19 +132,28 @@ MISSING = frozenset(
         *("\u672a\u77e5", "\u4e0d\u660e"),
     )
 )
-CODES = re.compile(r"[-\u2212](1|9+)(\.0*)?|\\n|0{8}-(0{4}-){3}0{12}")  # by numbers, in MySQL's dumps, and the nil UUID
+# Other spellings: negative numbers such as -1 and -999, \N as in dumps of MySQL, and the nil UUID.
+CODES = re.compile(r"[-\u2212](1|9+)(\.0*)?|\\n|0{8}-(0{4}-){3}0{12}")
 
 
 def person_key(identity: object, where: str = "a record") -> bytes:
-    """Whose a record is, in one spelling: two of one person would be two units, and a gap shared by many a false one.
+    """Return the key of the person whose record this is, normalised to one spelling.
 
-    | id | |
+    Two spellings of one id would make two units of a person. A missing id that many records share would make one unit
+    of many persons.
+
+    | id | becomes |
     |---|---|
-    | text | without white space around it, in Unicode's form NFC |
+    | text | the text without white space around it, in Unicode's form NFC |
     | whole number | its digits, so that 7 is "7" |
-    | none, empty or a gap's spelling; a float (which a column with gaps becomes), or anything else | refused |
+    | missing: None, empty or a spelling of "missing" | an error |
+    | a float (into which a table turns a column with gaps), or anything else | an error |
 
-    Persons who share any other id are one unit, which is protected as a whole: none of them is by themselves.
+    Persons who share an id are one unit. It is protected as a whole, and none of them is protected alone.
+
+    Args:
+        identity: the id as it was given.
+        where: the record, for messages.
     """
     if isinstance(identity, bytes):
         identity = identity.decode(errors="surrogateescape")
@@ -122,11 +161,11 @@ def person_key(identity: object, where: str = "a record") -> bytes:
     gap = gap or (isinstance(identity, float) and math.isnan(identity))
     if gap or _is_gap(str(identity)):
         text = "" if gap else str(identity).strip()[:40]
-        meant = f" ({text!r} is how a gap is spelled)" if text else ""
+        meant = f" ({text!r} stands for a missing one)" if text else ""
         raise DatalensError(f"{where} has no id that says whose it is{meant}: every record needs one with --record-id")
     if type(identity) not in (str, int):
         raise DatalensError(
-            f"{where} has an id of kind {type(identity).__name__}: ids of persons are text or whole numbers"
+            f"{where} has an id of type {type(identity).__name__}: ids of persons must be text or whole numbers"
         )
     return id_key(unicodedata.normalize("NFC", str(identity)).strip())
 
@@ -141,12 +180,14 @@ def content_key(image: np.ndarray) -> bytes:
 
 
 def block_records(schema: Schema) -> int:
-    """Records in a block, from public facts."""
+    """Return how many records a block has, from public facts."""
     return max(1, min(BLOCK_RECORDS, BLOCK_BYTES // schema.dimensions))
 
 
 def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Dataset:
-    """The records in memory: all of them, or `most` of them, drawn at random. For test sets and for small sets."""
+    """Return the records in memory: all of them, or at most `most`, drawn at random. For test sets and small sets."""
+    if isinstance(records, OnDisk):
+        records = records.load()
     if isinstance(records, Dataset) and (most is None or most >= len(records.images)):
         return records
     order = None if most is None else draw(_count(records), most, seed)
@@ -163,13 +204,13 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
     images = np.concatenate([block.images for block in blocks] or [np.zeros(shape, np.uint8)])
     labels = np.concatenate([block.labels for block in blocks] or [np.zeros(0, np.int64)])
     if not len(images):
-        raise DatalensError(f"there is no record of {schema.name} in what was given")
+        raise DatalensError(f"{schema.name} has no record here: check the files")
     if order is None:
-        known = np.array(ids, object) if ids else None
+        persons = np.array(ids, object) if ids else None
         return Dataset(
-            schema=schema, images=images, labels=labels, ids=known, fixed_positions=has_fixed_positions(records)
+            schema=schema, images=images, labels=labels, ids=persons, fixed_positions=has_fixed_positions(records)
         )
-    as_drawn = np.argsort(np.argsort(order))  # the stream brings them by position
+    as_drawn = np.argsort(np.argsort(order))  # the stream yields them by position
     return Dataset(
         schema=schema,
         images=images[as_drawn],
@@ -179,49 +220,49 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
 
 
 def has_fixed_positions(records: Records) -> bool:
-    """What the records say of themselves; False for those that say nothing, such as another package's."""
+    """Return whether the records state that they are a list; False if they state nothing, as another package's may."""
     return getattr(records, "fixed_positions", False) is True
 
 
 def check_fixed_positions(records: Records) -> None:
-    """Raise unless the records are a list, as shares by position need them to be."""
+    """Raise unless the records are a list, which shares by position require."""
     if not has_fixed_positions(records):
         raise DatalensError(
-            f"{records.schema.name}: under replace-one teachers' shares go by position, which must not depend on what "
-            "a record is, as it does where files are sorted by name: use .npz, idx, one .parquet, a .csv with a line a "
-            "record, or arrays; or leave --relation out"
+            f"{records.schema.name}: under replace-one, teachers' shares go by position, which must not depend on the "
+            "records themselves, as it does where files are sorted by name: use .npz, idx, one .parquet, a .csv with "
+            "one line for each record, or arrays; or leave --relation out"
         )
 
 
 def _those(which: np.ndarray) -> Choose:
-    """Records by their number among those asked about: positions may have gaps where a set leaves records out."""
-    asked = 0
+    """Choose records by their number among those seen; positions may have gaps where a set leaves records out."""
+    count = 0
 
     def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-        nonlocal asked
-        numbers = np.arange(asked, asked + len(index))
-        asked += len(index)
+        nonlocal count
+        numbers = np.arange(count, count + len(index))
+        count += len(index)
         return np.where(np.isin(numbers, which), 0, -1)
 
     return choose
 
 
 def _count(records: Records) -> int:
-    """How many records there are; none is decoded for it."""
-    asked = 0
+    """Return how many records there are, without decoding any."""
+    count = 0
 
     def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-        nonlocal asked
-        asked += len(index)
+        nonlocal count
+        count += len(index)
         return np.full(len(index), -1, dtype=np.int64)
 
     for _ in records.blocks(choose):
         pass
-    return asked
+    return count
 
 
 def draw(count: int, most: int, seed: int) -> np.ndarray:
-    """Numbers of `most` of them, at random; all where there are no more."""
+    """Return `most` of the numbers from 0 to count - 1, at random; all of them if there are no more."""
     if most >= count:
         return np.arange(count)
     return np.random.default_rng(seed).choice(count, most, replace=False)

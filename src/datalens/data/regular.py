@@ -1,4 +1,4 @@
-"""Files of the user's, read only where they are plain files: a device or a pipe may never end, or never begin."""
+"""Read the user's files only if they are regular files: reading a device or a pipe may never end, or never begin."""
 
 import os
 import stat
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from datalens.errors import DatalensError
 
-MOST_BYTES = 2**29  # of one image file: 2^26 pixels, the most that are decoded, of 16 bits and four channels
+MOST_BYTES = 2**29  # of an image file: 2^26 pixels, the most that are decoded, with four channels of 16 bits
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise if there is something at `path` that is no plain file. What does not exist is another's to report."""
+    """Raise if there is something at `path` that is not a regular file. A missing file is left to the caller."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -20,8 +20,14 @@ def check_regular(path: Path | str) -> None:
 
 
 def read_regular(path: Path | str, most: int = MOST_BYTES) -> bytes:
-    """All of a plain file. OSError or ValueError where it cannot be read, DatalensError where it is no such file."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or a pipe would wait for a writer
+    """Return the contents of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its name cannot be one.
+        DatalensError: it is not a regular file, or too large.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits for a writer
     with open(handle, "rb") as file:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):

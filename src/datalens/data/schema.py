@@ -1,7 +1,7 @@
-"""What is declared public about a data set, before a record is read.
+"""Public facts about a data set, which training is planned from.
 
-Under the add/remove relation the number of records is itself private, so a plan rests on the
-*nominal* size that the owner declares. The certificate lists every field of the schema.
+Under the add-remove relation the number of records is itself private, so a plan uses the *nominal* size that the owner
+declares. The certificate lists every field of the schema.
 """
 
 from dataclasses import asdict, dataclass
@@ -9,14 +9,20 @@ from typing import Any
 
 from datalens.errors import DatalensError
 
-READ_OFF = "read off the data, and declared public by the owner"  # how a note begins that says of what this is so
+READ_OFF = "read off the data, and declared public by the owner"  # begins a note that lists what was not declared
 LARGEST_NUMBER = 2**31 - 1  # of records, or of pixels along a side
-IMAGE, PERSON = "image", "person (all images with the same record id)"  # what is protected as a whole
+IMAGE, PERSON = "image", "person (all images with the same record id)"  # the privacy unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Public facts. Images are [height, width, channels] with values in `value_range`."""
+    """Public facts about a data set. Images are [height, width, channels] with values in `value_range`.
+
+    Attributes:
+        nominal_size: declared number of privacy units.
+        record_unit: the privacy unit: `IMAGE` or `PERSON`.
+        note: what a reader must know about the data set, such as that it stands in for another.
+    """
 
     name: str
     height: int
@@ -25,47 +31,54 @@ class Schema:
     classes: tuple[str, ...]
     nominal_size: int
     value_range: tuple[float, float] = (0.0, 1.0)
-    record_unit: str = IMAGE  # the nominal size counts these
-    note: str = ""  # what a reader must know about the data set, such as that it stands in for another
+    record_unit: str = IMAGE
+    note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no certificate could be written with: nothing has been charged yet when a schema is made."""
+        """Raise if no certificate could be written with these names; when a schema is made, nothing is charged yet."""
         for what, text in (("data set", self.name), *(("class", name) for name in self.classes), ("note", self.note)):
             if isinstance(text, str) and not _is_unicode(text):
                 raise DatalensError(f"the name of the {what} {text!a} is not UTF-8 text: rename it")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[channels, height, width], as the networks see an image."""
+        """[channels, height, width], the shape of an image for networks."""
         return self.channels, self.height, self.width
 
     @property
     def dimensions(self) -> int:
+        """Number of values of an image."""
         return self.channels * self.height * self.width
 
     @property
     def read_off(self) -> bool:
-        """Whether some of this was not declared beforehand."""
+        """Whether some of these facts were read off the data instead of declared beforehand."""
         return self.note.startswith(READ_OFF)
 
     @property
     def given(self) -> str:
-        """What was read off the data: the guarantee holds given that this is public. Empty where all was declared."""
+        """What was read off the data: the guarantee holds given that this is public. "" where all was declared."""
         return self.note.removeprefix(READ_OFF).strip(": ") if self.read_off else ""
 
     @property
     def by_person(self) -> bool:
-        """Whether a person, with all of their images, is what is protected; their id is then every record's key."""
+        """Whether the privacy unit is a person with all of their images; a record's key is then the person's id."""
         return self.record_unit == PERSON
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it; without an empty note, as releases had it before there were notes."""
+        """Return the fields as JSON; an empty note is left out, as in releases from before there were notes."""
         fields = {**asdict(self), "classes": list(self.classes), "value_range": list(self.value_range)}
         return fields if self.note else {name: value for name, value in fields.items() if name != "note"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":
-        """From JSON, which anybody may have edited: a ValueError or TypeError says what does not fit."""
+        """Return a schema from JSON, which anybody may have edited.
+
+        Raises:
+            ValueError: a field has a value that it cannot have.
+            TypeError: a field is missing or unknown, or of another type.
+            KeyError: `classes` or `value_range` is missing.
+        """
         try:
             schema = cls(**{**fields, "classes": tuple(fields["classes"]), "value_range": tuple(fields["value_range"])})
         except DatalensError as error:
@@ -83,7 +96,7 @@ class Schema:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: the bytes of a file's name may be none, and Python then keeps them apart."""
+    """Return whether text can be encoded as UTF-8. Python marks bytes of file names that are not UTF-8 (surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError:

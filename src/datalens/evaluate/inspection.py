@@ -18,7 +18,7 @@ from datalens.data import formats
 from datalens.data.images import WORKERS, Encoded
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.pixels import Kind, checked_kind
-from datalens.data.records import Dataset, block_records, draw, person_key
+from datalens.data.records import Dataset, OnDisk, block_records, draw, person_key
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
@@ -93,30 +93,39 @@ def inspect(
 def _test_images(path: Path, reading: Reading) -> int | None:
     """Return the number of test images; None: there are none, and `datalens evaluate` cannot run."""
     try:
-        listed = formats.own_images(path, reading, "test")
-        return len(listed.images) if isinstance(listed, Dataset) else sum(len(s.ids) for s in listed.encoded(BLOCK))
+        return _count(formats.own_images(path, reading, "test"))
     except (DatalensError, OSError):
         return None
 
 
-def _look(listed: Found | Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Return labels and ids of all records, and results and names of those that were decoded."""
-    if isinstance(listed, Dataset):
-        return _look_at_arrays(listed, most)
+def _count(listed: Found | OnDisk) -> int:
+    """Return how many images there are. Only parquet files are read for it."""
+    if listed.count is not None:
+        return listed.count
+    assert isinstance(listed, Found)
+    return sum(len(some.ids) for some in listed.encoded(BLOCK))
+
+
+def _look(listed: Found | OnDisk, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
+    """Return labels and ids of all images, and results and names of those that were decoded; everything is read once."""
+    if isinstance(listed, OnDisk):
+        return _look_at_arrays(listed.load(), most)
     labels: list[np.ndarray] = [np.zeros(0, np.int64)]
     ids: list[Any] = []
     looks: list[Look] = []
     names: list[str] = []
-    for some in listed.encoded(BLOCK):  # labels and ids only: this reads no image
-        labels.append(some.labels)
-        ids += some.ids
-    count = len(ids)
-    chosen = draw(count, count if most is None else most, seed=0)
-    wanted = np.zeros(count, dtype=bool)
-    wanted[chosen] = True
-    with ThreadPoolExecutor(WORKERS) as pool, bar("looking into images", int(wanted.sum())) as (progress, task):
-        for some, at in _numbered(listed.encoded(BLOCK)):
-            which = np.flatnonzero(wanted[at : at + len(some.index)]).tolist()
+    total, chosen = listed.count, None  # all
+    if most is not None:
+        chosen = np.zeros(_count(listed), dtype=bool)
+        chosen[draw(len(chosen), most, seed=0)] = True
+        total = int(chosen.sum())
+    with ThreadPoolExecutor(WORKERS) as pool, bar("looking into images", total) as (progress, task):
+        for some, start in _numbered(listed.encoded(BLOCK)):
+            labels.append(some.labels)
+            ids += some.ids
+            which = list(range(len(some.index)))
+            if chosen is not None:
+                which = np.flatnonzero(chosen[start : start + len(some.index)]).tolist()
             looks += pool.map(lambda i, some=some: _one(some, i), which)
             names += [some.names[i] for i in which]
             progress.advance(task, len(which))
@@ -190,7 +199,7 @@ def _problems(
 
 
 def _plans(
-    path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any], delta: float
+    path: Path, listed: Found | OnDisk, reading: Reading, found: dict[str, Any], delta: float
 ) -> list[dict[str, Any]]:
     """Return what `train` would do at three budgets with these figures, or why it would refuse."""
     plans = []
@@ -210,11 +219,8 @@ def _plans(
     return plans
 
 
-def _schema(path: Path, listed: Found | Dataset, reading: Reading, found: dict[str, Any]) -> Schema:
-    """Return the schema that would be declared.
-
-    Without a declared size it has the most frequent one, so that a broken first file does not stop the inspection.
-    """
+def _schema(path: Path, listed: Found | OnDisk, reading: Reading, found: dict[str, Any]) -> Schema:
+    """As it would be declared, by the commonest size if none was said; so that a broken first file stops nothing."""
     if not found["sizes"]:
         raise DatalensError(f"{path} holds no readable image")
     height, width = next(iter(found["sizes"])).split("x")

@@ -1,1 +1,1 @@
-"""One file per paper, each reading top to bottom as its algorithm."""
+"""The methods: one file for each paper, which reads from top to bottom like its algorithm."""

@@ -1,7 +1,7 @@
-"""DC-GAN (Radford et al. 2016) with labels: a discriminator on the records, a generator against it. NOT PRIVATE.
+"""DC-GAN (Radford et al. 2016) with labels: a discriminator trained on the records, and a generator. NOT PRIVATE.
 
-Differs from the paper: labels, in both networks; no batch norm in the discriminator; the generator that is
-released has the average of the last weights.
+Differs from the paper: labels, in both networks; no batch norm in the discriminator; the released generator has an
+average of the last weights.
 """
 
 import math
@@ -32,18 +32,18 @@ class Options:
     steps: WholeNumber = None
     """Steps of discriminator and generator."""
     batch: WholeNumber = None
-    """Records, and generated images, in a step."""
+    """Number of records, and of generated images, in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DcganSettings(StepSettings):
     method: Literal["dcgan"]
     batch: int
-    rate: float  # of Adam, for both networks
+    rate: float  # learning rate of Adam, for both networks
     latent: int
     width: int  # channels of the discriminator's first layer
-    slim: int  # the generator has so many times fewer channels than DC-GAN's
-    average: float  # of the generator's weights, over steps
+    slim: int  # factor by which the generator has fewer channels than DC-GAN's
+    average: float  # decay of the average of the generator's weights over steps
 
     @property
     def one_charge(self) -> bool:
@@ -55,8 +55,8 @@ class DcganSettings(StepSettings):
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         event = unprotected(budget.relation, origin=self.origin)
-        loud: dict[str, Any] = {"sensitivity": math.inf, "cells": 0, "noise_to_signal": 0.0}
-        return (Part(name="the whole training", event=event, times=1, **loud),)
+        sizes: dict[str, Any] = {"sensitivity": math.inf, "cells": 0, "noise_to_signal": 0.0}
+        return (Part(name="the whole training", event=event, times=1, **sizes),)
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
         return {"name": "none: a GAN trained on the records as they are (DC-GAN)", "sensitivity": "not bounded"}
@@ -77,7 +77,7 @@ EPOCHS = 10
 def plan(request: Request, schema: Schema, budget: Budget) -> DcganSettings:
     if budget.epsilon < float("inf"):
         raise BudgetExceeded(
-            f"--method dcgan has no noise, which {budget.describe(budget.epsilon)} does not cover: use --epsilon inf"
+            f"--method dcgan adds no noise, so it cannot meet {budget.describe(budget.epsilon)}: use --epsilon inf"
         )
     batch = 64
     values: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """DP-MERF (Harder, Adamczewski, Park 2021): release a noisy mean embedding once, then train a generator to match it.
 
 Differs from the paper:
-- sums over records are released, not means over n: n is private, and counts ride along in every record's row;
+- sums over records are released, not means over n: n is private, so every record's row also counts the record;
 - the bandwidth is public (`fourier`), not the median distance of the records;
 - rows are whole numbers, so that the noise is exact.
 """
@@ -32,7 +32,7 @@ from datalens.released.generator import Generator, fresh_generator
 from datalens.run.folder import Run
 
 GRID = 2**16
-COUNTED = GRID // 2  # of a row's length, what a record counts for itself; room for features: 0.87 of the grid
+COUNTED = GRID // 2  # value of a row's count cell; a norm of 0.87 · GRID is left for the features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Options:
     steps: WholeNumber = None
     """Steps of the generator, after the one release."""
     batch: WholeNumber = None
-    """Generated images in a step."""
+    """Number of generated images of each class in a step."""
     noise: Noise = None
 
 
@@ -48,23 +48,25 @@ class Options:
 class DpmerfSettings(StepSettings):
     method: Literal["dpmerf"]
     frequencies: int
-    grid: int  # steps of the grid on which a record's row lies: its length, too
-    counted: int
+    grid: int  # largest norm of a row, in steps of the grid that rows are rounded to
+    counted: int  # value of a record's count cell, in the same steps
     sigma: float
     generator_steps: int
     batch: int  # images of each class in a step
     rate: float
     latent: int
-    slim: int  # the generator has so many times fewer channels than DC-GAN's
+    slim: int  # factor by which the generator has fewer channels than DC-GAN's
 
     @property
     def coordinates(self) -> int:
-        """Of a record's row: cosines, sines, and a count."""
+        """Number of values of a record's row: cosines, sines, and a count."""
         return 2 * self.frequencies + 1
 
     def check(self, schema: Schema) -> None:
         if not self.counted < self.grid <= 2**20 or self.batch < 2 or self.frequencies > 2**20 or self.slim > 64:
-            raise DatalensError("the settings grid, counted, frequencies, slim and --batch (at least 2) do not fit")
+            raise DatalensError(
+                "the settings grid, counted, frequencies, slim and --batch (at least 2) do not fit together"
+            )
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         classes = len(schema.classes)
@@ -75,8 +77,8 @@ class DpmerfSettings(StepSettings):
         discrete = self.noise == "discrete-gaussian"
         event = DiscreteGaussianEvent(coordinates=cells, **facts) if discrete else GaussianEvent(**facts)
         relative = self.sigma / self.grid * math.sqrt(2 * self.frequencies) * classes / schema.nominal_size
-        loud = {"sensitivity": event.sensitivity, "cells": cells, "noise_to_signal": relative}
-        return (Part(name="class sums of features", event=event, times=1, **loud),)  # type: ignore[arg-type]
+        sizes = {"sensitivity": event.sensitivity, "cells": cells, "noise_to_signal": relative}
+        return (Part(name="class sums of features", event=event, times=1, **sizes),)  # type: ignore[arg-type]
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
         moved = "the length of a row" if budget.relation == "add-remove" else "the distance of two rows"
@@ -95,13 +97,13 @@ class DpmerfSettings(StepSettings):
 
     def said(self) -> str:
         return (
-            f"one release of {self.coordinates} sums a class, σ = {self.sigma:.5g}, then {self.generator_steps} steps "
-            "of the generator"
+            f"one release of {self.coordinates} sums for each class, σ = {self.sigma:.5g}, then {self.generator_steps} "
+            "steps of the generator"
         )
 
     @property
     def signal(self) -> str:
-        return "length of the noise of a class's features by the number of its records"
+        return "norm of the noise on the features of a class, in rows / number of records of the class"
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> DpmerfSettings:
@@ -134,14 +136,14 @@ def plan(request: Request, schema: Schema, budget: Budget) -> DpmerfSettings:
 
 
 def gather(records: Records, settings: DpmerfSettings, place: Place) -> Pool:
-    return Pool.gather(records, device=torch.device("cpu"))  # it is looked at once
+    return Pool.gather(records, device=torch.device("cpu"))  # it is read only once
 
 
 def train(run: Run, pool: Pool, settings: DpmerfSettings, place: Place) -> Generator:
     s, schema = settings, run.schema
     classes = len(schema.classes)
     fourier = Fourier(schema.shape, s.frequencies, seed=s.seed)
-    noisy = run.journal.find(run.ledger, step=0)  # paid for before an interruption: not asked again
+    noisy = run.journal.find(run.ledger, step=0)  # charged and released before an interruption
     if noisy is None:
         sums = embed(pool, fourier, classes=classes, grid=s.grid, counted=s.counted)
         with open_noise(s.noise, s.sigma, draws=sums.cells, seed=run.config["options"]["noise_seed"]) as noise:

@@ -1,4 +1,4 @@
-"""What methods whose teachers vote have in common: the teachers, and how records are shared out."""
+"""What the methods with voting teachers have in common: the teachers, and how records are divided among them."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,15 +20,15 @@ HIDDEN = {"spectral": 16, "compact": 16, "paper": 256, "printed": 256}  # units 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """The options of every method whose teachers vote."""
+    """The options of every method with voting teachers."""
 
     teachers: WholeNumber = None
-    """Number of teachers, each on its own share of the records."""
+    """Number of teachers, each trained on its own share of the records."""
     network: Annotated[Literal["spectral", "compact", "paper"] | None, CHOICE] = None
-    """The teachers' network. spectral: over cosine coefficients. compact: a small convolutional one. paper: of the
-    paper's size."""
+    """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
+    the paper's size."""
     steps: WholeNumber = None
-    """Steps of the student; each asks the teachers about one batch."""
+    """Steps of the student. In each, the teachers vote on one batch of synthetic images."""
     batch: WholeNumber = None
     """Synthetic images per step."""
     teacher_steps: WholeNumber = None
@@ -36,12 +36,12 @@ class TeacherOptions:
     basis: Annotated[Literal["pixel", "dct"] | None, CHOICE] = None
     """Coordinates in which teachers vote."""
     basis_size: WholeNumber = None
-    """How many low-frequency coordinates (dct only)."""
+    """Number of low-frequency coordinates (dct only)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleSettings(StepSettings):
-    """`batch` images are asked about in a step."""
+    """Settings of methods with voting teachers, who vote on `batch` images in each step."""
 
     teachers: int
     shares: Literal["hashed", "balanced"]
@@ -53,7 +53,7 @@ class EnsembleSettings(StepSettings):
     teacher_weight_decay: float
     teacher_steps: int  # of each teacher in a step
     teacher_steps_first: int
-    teacher_batch: int  # records a teacher draws
+    teacher_batch: int  # records that a teacher draws for a step
     batch: int
     latent: int
 
@@ -63,10 +63,10 @@ class EnsembleSettings(StepSettings):
         if self.basis_size > schema.dimensions:
             raise DatalensError(f"--basis-size {self.basis_size} is more than an image's {schema.dimensions} values")
         if self.basis == "pixel" and self.basis_size != schema.dimensions:
-            raise DatalensError("--basis-size belongs to --basis dct; pixels always come in full")
+            raise DatalensError("--basis-size is for --basis dct, since --basis pixel uses all pixels: leave it out")
         if self.network == "spectral" and self.basis == "pixel":
             raise DatalensError(
-                "--network spectral sees cosine coefficients: use --basis dct, or --network compact or paper"
+                "--network spectral works on cosine coefficients: use --basis dct, or --network compact or paper"
             )
         if self.teachers > schema.nominal_size:
             raise DatalensError(
@@ -76,7 +76,12 @@ class EnsembleSettings(StepSettings):
 
 
 def teacher_values(request: Request, schema: Schema, budget: Budget, *, records_each: int) -> dict[str, Any]:
-    """Return settings of small teachers over low-frequency cosines, thousands of which fit a CPU; or as asked."""
+    """Return the settings of the teachers: small ones on low-frequency cosines, of which a CPU can train thousands.
+
+    Args:
+        request: its options replace these defaults.
+        records_each: about how many records a teacher gets.
+    """
     values: dict[str, Any] = {
         "teachers": max(1, schema.nominal_size // records_each),
         "network": "spectral",
@@ -92,13 +97,13 @@ def teacher_values(request: Request, schema: Schema, budget: Budget, *, records_
     full = schema.dimensions
     values.setdefault("basis_size", full if values["basis"] == "pixel" else min(64, full))
     values["hidden"] = HIDDEN[values["network"]]
-    # A replaced record keeps its position, but not its hash (see `methods.topagg.plan`).
+    # A record that replaces another has its position, but not its hash (see `methods.topagg.plan`).
     values["shares"] = "balanced" if budget.relation == "replace-one" else "hashed"
     return values
 
 
 def share_out(records: Records, settings: EnsembleSettings, place: Place) -> Shares:
-    """Every record into exactly one share, as the features that its teacher sees."""
+    """Put every record into exactly one share, as the features that its teacher sees."""
     rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
     features = _network(settings, records.schema).record_features
     return Shares.gather(records, rule, features=features, device=place.device)

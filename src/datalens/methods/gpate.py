@@ -2,9 +2,10 @@
 
 Differs from the paper:
 - a teacher's gradient is divided by its largest projected coordinate instead of clipped at a constant;
-- every projected coordinate of every image is a query, each with its own check, and both are priced data-independently:
-  the published figures use the data-dependent price of Papernot et al. 2018, which is itself private (docs/methods.md);
-- where the check fails the direction is zero, and the check has been paid for.
+- every projected coordinate of every image is a query with its own check, and checks and answers are priced
+  data-independently: the published results use the data-dependent price of Papernot et al. 2018, which depends on the
+  records and so is itself private (docs/methods.md);
+- where the check fails, the direction is zero, and the check stays charged.
 """
 
 import math
@@ -39,18 +40,18 @@ from datalens.run.folder import Alone, Run
 @dataclass(frozen=True, kw_only=True)
 class Options(TeacherOptions):
     projections: WholeNumber = None
-    """Random directions in which teachers vote, per synthetic image."""
+    """Number of random directions in which teachers vote, per synthetic image."""
     bins: WholeNumber = None
-    """Answers a teacher may choose from, in each direction."""
+    """Number of answers that a teacher can choose from in each direction."""
     threshold: Number = None
-    """The part of the teachers that must seem to agree, or there is no answer."""
+    """Part of the teachers that must agree, by a noisy count; else there is no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPateSettings(EnsembleSettings):
     answers: ClassVar[bool] = True
     method: Literal["gpate"]
-    projections: int  # p: queries about one image
+    projections: int  # p: number of queries about one image
     bins: int
     threshold: float  # of the check, as a part of the teachers
     sigma_check: float
@@ -60,7 +61,7 @@ class GPateSettings(EnsembleSettings):
 
     @property
     def queries(self) -> int:
-        """Of one step: every projected coordinate of every image is one."""
+        """Number of queries of one step: one for every projected coordinate of every image."""
         return self.batch * self.projections
 
     @property
@@ -72,12 +73,10 @@ class GPateSettings(EnsembleSettings):
         if self.bins < 2:
             raise DatalensError(f"--bins must be at least 2, not {self.bins}")
         if self.projections > self.basis_size:
-            raise DatalensError(
-                f"--projections {self.projections} is more than the {self.basis_size} coordinates there are"
-            )
+            raise DatalensError(f"--projections {self.projections} is more than the {self.basis_size} coordinates")
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
-        """At most: answers are charged for the queries that pass the check."""
+        """Return the most that a run charges: answers are charged only for queries that pass the check."""
         check = confident_check(budget.relation, self.queries, self.sigma_check, self.origin, 0)
         answer = confident_answer(budget.relation, self.queries, self.sigma, self.origin, 0)
         return (
@@ -106,11 +105,11 @@ class GPateSettings(EnsembleSettings):
         return isinstance(event, GaussianEvent) and 0 < event.queries < self.queries and event == answer
 
     def steps_paid(self, events: Sequence[Charge]) -> int:
-        """Every step has a check; answers follow where it passes (see `answers_paid`)."""
+        """Return the number of steps whose checks were charged. Answers are counted by `answers_paid`."""
         return unbroken({event.step for event in events if _is_check(event)})
 
     def answers_paid(self, events: Sequence[Charge]) -> int:
-        """Return the most queries that may have been answered with these charges."""
+        """Return the largest number of answers that these charges can have paid for."""
         return sum(event.queries for event in events if not _is_check(event))
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
@@ -130,16 +129,16 @@ class GPateSettings(EnsembleSettings):
 
     @property
     def signal(self) -> str:
-        return "sigma by the teachers"
+        return "sigma / number of teachers"
 
 
 def _is_check(event: Charge) -> bool:
-    """A ballot moves the largest of a query's counts by one, and the counts themselves by √2 (see `events`)."""
+    """Return whether an event is a check: a ballot moves the largest count by 1, but all counts by √2."""
     return isinstance(event, GaussianEvent) and event.diameter == event.l2_bound
 
 
-DIGITS = 1 + 1e-9  # for the last digits of two charges that together cost what was calibrated
-CHECK = 6.0  # the check's noise by that of the answers, as in the published setting for ε = 10
+DIGITS = 1 + 1e-9  # so that rounding does not let two charges cost more than the one that was calibrated
+CHECK = 6.0  # σ of the check / σ of the answers, as in the published setting for ε = 10
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> GPateSettings:
@@ -161,7 +160,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> GPateSettings:
 
 
 def train(run: Run, shares: Shares, settings: GPateSettings, place: Place) -> Generator:
-    """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
+    """Train until the last planned step, until the budget is spent, or until interrupted; the state is kept."""
     s, schema = settings, run.schema
     mechanism = ConfidentGNMax(
         sigma_check=s.sigma_check,
@@ -187,14 +186,14 @@ def train(run: Run, shares: Shares, settings: GPateSettings, place: Place) -> Ge
         fakes = student.generate(step)
         loss = teachers.fit_step(fakes, step=step, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
         projection = random_projection(s.basis_size, s.projections, seed=s.seed, step=step)
-        noisy = run.journal.find(run.ledger, step=step)  # paid for before an interruption: not asked again
+        noisy = run.journal.find(run.ledger, step=step)  # charged and released before an interruption
         if noisy is None:
             gradients = teachers.image_gradients(fakes, step=step)
             ballots = (binned(part, projection, bins=s.bins) for part in gradients)
             try:
                 noisy = mechanism.release(count_ballots(ballots, answers=s.bins), run.ledger, step=step)
             except BudgetExceeded:
-                break  # an interruption cost a release: the run ends with fewer steps, never over budget
+                break  # an interruption cost a release: the run ends with fewer steps, within the budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy, projection))
         run.answered = answered + int((noisy.value >= 0).sum())
@@ -204,7 +203,7 @@ def train(run: Run, shares: Shares, settings: GPateSettings, place: Place) -> Ge
 
 
 def _answered(run: Run, s: GPateSettings, *, before: int) -> int:
-    """Return how many queries were answered so far; where a checkpoint of version 0.1.0 does not say, what was paid."""
+    """Return how many queries were answered so far: by the checkpoint or, if version 0.1.0 wrote it, by the charges."""
     if run.answered is not None:
         return run.answered
     charges = [event for event in run.ledger.events if not isinstance(event, UnknownEvent)]
@@ -212,7 +211,7 @@ def _answered(run: Run, s: GPateSettings, *, before: int) -> int:
 
 
 def random_projection(size: int, projections: int, *, seed: int, step: int) -> Tensor:
-    """[size, projections] orthonormal columns, public; new ones in every step."""
+    """Return orthonormal columns [size, projections]: public, and new in every step."""
     random = torch.randn(size, projections, generator=streams.generator(seed, "projection", step), dtype=torch.float64)
     return torch.linalg.qr(random).Q
 

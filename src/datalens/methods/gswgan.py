@@ -1,11 +1,12 @@
-"""GS-WGAN (Chen, Orekondy, Fritz 2020): the generator alone is private, through gradients of single images.
+"""GS-WGAN (Chen, Orekondy, Fritz 2020): only the generator is private, through the gradients of single images.
 
-Discriminators on disjoint shares see records freely. In a step one of them, chosen in secret, says how each synthetic
-image should change; every image's gradient is clipped to C and noised; the generator follows.
+Discriminators train on disjoint shares of the records without noise. In each step one of them, chosen in secret, gives
+the gradients of its score with respect to the synthetic images. The gradient of every image is clipped to C, noise is
+added, and the generator follows it.
 
 Differs from the paper:
-- it is priced as what it is (docs/decisions.md): all gradients of a step come from one discriminator;
-- who learns in a step does not depend on who is chosen (`private.critics`);
+- the price counts that all gradients of a step come from one discriminator (docs/decisions.md);
+- which discriminators learn in a step does not depend on the one that is chosen (`private.critics`);
 - the warm start shows discriminators the first images of the generator, not those of generators of their own;
 - the architecture is DC-GAN's.
 """
@@ -42,29 +43,29 @@ from datalens.run.folder import Alone, Run
 @dataclass(frozen=True, kw_only=True)
 class Options:
     teachers: WholeNumber = None
-    """Number of discriminators, each on its own share of the records."""
+    """Number of discriminators, each trained on its own share of the records."""
     steps: WholeNumber = None
     """Blocks of steps of the generator."""
     batch: WholeNumber = None
-    """Records, and generated images, in a step."""
+    """Number of records, and of generated images, in a step."""
     clip: Number = None
-    """What the gradient at a generated image is clipped to."""
+    """Clipping norm of the gradient of a generated image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GswganSettings(StepSettings):
-    """`steps` are blocks, charged one by one, of `block` steps of the generator each."""
+    """Settings of GS-WGAN. `steps` are blocks of `block` steps of the generator each; a block is one charge."""
 
     method: Literal["gswgan"]
     teachers: int
     shares: Literal["hashed", "balanced"]
     block: int
-    batch: int  # synthetic images in a step, and records a discriminator draws
-    clip: float  # C: the longest gradient of an image
-    sigma: float  # of the noise on every number: σ·2C in the paper's letters
-    trained: int  # discriminators that learn in a step, whoever is chosen: the next ones in turn
-    warm_steps: int  # of every discriminator, before the first step
-    penalty: float  # on gradients that are not 1 long
+    batch: int  # synthetic images in a step, and records that a discriminator draws for it
+    clip: float  # C: clipping norm of the gradient of an image
+    sigma: float  # standard deviation of the noise on every coordinate: σ·2C in the paper's symbols
+    trained: int  # discriminators that learn in a step, taking turns, whichever is chosen
+    warm_steps: int  # steps of every discriminator before the first step
+    penalty: float  # weight of the penalty on gradients whose norm is not 1
     width: int  # channels of a discriminator's first layer
     teacher_rate: float
     rate: float
@@ -83,15 +84,15 @@ class GswganSettings(StepSettings):
             )
 
     def event(self, budget: Budget, *, step: int = 0) -> OneOfManyEvent:
-        """What a block is charged as."""
+        """Return the event that a block is charged as."""
         return _event(self.sigma, budget, self.as_dict(), step=step, seeded=self.noise_seeded)
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         event = self.event(budget)
         relative = self.sigma * math.sqrt(schema.dimensions) / self.clip
-        loud: dict[str, Any] = {"cells": self.block * self.batch * schema.dimensions, "noise_to_signal": relative}
+        sizes: dict[str, Any] = {"cells": self.block * self.batch * schema.dimensions, "noise_to_signal": relative}
         name = f"{self.block} gradients of {self.batch}"
-        return (Part(name=name, event=event, sensitivity=event.diameter, times=self.steps, **loud),)
+        return (Part(name=name, event=event, sensitivity=event.diameter, times=self.steps, **sizes),)
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
         return {
@@ -110,7 +111,7 @@ class GswganSettings(StepSettings):
 
     @property
     def signal(self) -> str:
-        return "length of the noise on an image's gradient by that of the gradient"
+        return "norm of the noise on an image's gradient / norm of the gradient"
 
 
 def _event(sigma: float, budget: Budget, values: dict[str, Any], *, step: int = 0, seeded: bool) -> OneOfManyEvent:
@@ -171,7 +172,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> GswganSettings:
 
 
 def gather(records: Records, settings: GswganSettings, place: Place) -> Shares:
-    """Every record into exactly one share, as bytes."""
+    """Put every record into exactly one share, as bytes."""
     rule = rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
     return Shares.gather(records, rule, features=lambda images: images.permute(0, 3, 1, 2), device=place.device)
 
@@ -191,7 +192,7 @@ def train(run: Run, shares: Shares, settings: GswganSettings, place: Place) -> G
         try:
             paid = charge_block(run.ledger, s.event(run.ledger.budget, step=block), noise)
         except BudgetExceeded:
-            break  # an interruption cost a block: the run ends with fewer, never over budget
+            break  # an interruption cost a block: the run ends with fewer blocks, within the budget
         for step in range(block * s.block, (block + 1) * s.block):
             images, labels = fakes(generator, s, step=step)
             critics.fit(step * s.trained, s.trained, images, labels, step=step)
@@ -205,7 +206,7 @@ def train(run: Run, shares: Shares, settings: GswganSettings, place: Place) -> G
 
 
 def fakes(generator: Generator, s: GswganSettings, *, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of synthetic images, with the graph back to the generator, and their labels."""
+    """Return a batch of synthetic images, with the autograd graph back to the generator, and their labels."""
     random = streams.generator(s.seed, "fakes", step)
     device = next(generator.parameters()).device
     z = draw_latent(s.batch, generator.architecture, random).to(device)

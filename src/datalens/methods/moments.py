@@ -1,18 +1,18 @@
-"""DataLens from private moments: every record is its own teacher, and says what it knows of its class's moments.
+"""DataLens from private moments: every record is its own teacher, and contributes to the moments of its class.
 
-Eight releases through the same gate, ledger and accountant as votes. A record's row is one-hot(class) ⊗ a bounded
-vector, or its outer product with itself: classes are disjoint, so all of them together are one release, with noise on
-every cell. In this order, each from what was released before it:
+There are eight releases, through the same gate, ledger and accountant as votes. A record's row is one-hot(class) ⊗ a
+bounded vector, or ⊗ the outer product of such a vector with itself. Classes are disjoint, so all classes together are
+one release, with noise on every cell. Each release may use what was released before it:
 
-| | release | of a record | norm of its row |
+| | release | a record's row | norm of the row |
 |---|---|---|---|
-| 0 | histogram of norms | which bin the norm of its coordinates is in | grid |
+| 0 | histogram of norms | the bin of the norm of its coordinates | grid |
 | 1 | class sums and counts | its coordinates, clipped; and a count | grid |
-| 2 | histogram of residual norms | the norm of its residual around the mean of 1 | grid |
+| 2 | histogram of residual norms | the bin of the norm of its residual around the mean from 1 | grid |
 | 3 | class covariances | residual ⊗ residual, clipped | grid² |
-| 4-7 | the same of its texture | features, whitened by what images from 0-3 look like | as above |
+| 4-7 | the same for its texture | features, whitened by those of images made from 0-3 | as above |
 
-Coordinates are low-frequency cosines; clip norms are quantiles of the histograms. Everything after a release is
+Coordinates are low-frequency cosines; clipping norms are quantiles of the histograms. Everything after a release is
 post-processing (`released.moments`).
 """
 
@@ -65,23 +65,23 @@ from datalens.public.texture import Texture
 from datalens.released import moments as released
 from datalens.run.folder import Run
 
-# The releases of a run from moments, in this order; its `shares` say what part of the budget each gets.
+# The releases of a run, in this order; the settings named `…_share` say what part of the budget each gets.
 RELEASES = (
     *("norms", "sums", "residual-norms", "covariances"),
     *("texture-norms", "texture-sums", "texture-residual-norms", "texture-covariances"),
 )
 
-SIGMAS = 1e-6  # of σ: what rounding in other versions of the libraries may add where it follows from the budget
-# Of the noise in class covariances by what it hides, and what is then to be seen.
+SIGMAS = 1e-6  # relative tolerance of σ: versions of the libraries may round it differently
+# Noise-to-signal ratio of the class covariances below which this holds, and what to expect of the images then.
 SEEN = (
-    (0.1, "how images of a class differ is heard well: expect varied images"),
-    (0.5, "how images of a class differ is heard with noise: expect recognisable images, less varied than yours"),
-    (1.5, "of how images of a class differ little is heard: expect images that look alike"),
+    (0.1, "the variation within classes is learned well: expect varied images"),
+    (0.5, "the variation within classes is learned with noise: expect recognisable images, less varied than yours"),
+    (1.5, "little of the variation within classes is learned: expect images of a class that look alike"),
 )
-NOTHING_ELSE = "how images of a class differ drowns in noise: expect about one blurred image a class"
+NOTHING_ELSE = "the variation within classes is lost in noise: expect about one blurred image for each class"
 NOISE_BY = (
-    "noise of a bin by all records; of a class mean's coordinate by the clip norm; the largest eigenvalue of a class "
-    "covariance's noise by the squared clip norm"
+    "for norms, noise of a bin / number of records; for sums, noise of a coordinate of a class mean / clipping norm; "
+    "for covariances, largest eigenvalue of the noise of a class covariance / squared clipping norm"
 )
 
 
@@ -90,36 +90,36 @@ NOISE_BY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Parts of the budget are in proportion to the shares."""
+    """The budget is divided among the releases in proportion to their shares."""
 
     warm_start: Annotated[Literal["moments", "off"] | None, arg(help_behavior_hint="")] = None
-    """off: teachers vote (TopAgg), which has options of its own (`--warm-start off --help`)."""
+    """off: teachers vote (TopAgg), which has other options (`--warm-start off --help`)."""
     coordinates: WholeNumber = None
-    """Low-frequency coordinates of an image."""
+    """Number of low-frequency coordinates of an image."""
     texture: WholeNumber = None
-    """Coordinates of texture; 0: images without texture."""
+    """Number of texture coordinates; 0: images without texture."""
     texture_steps: WholeNumber = None
-    """Gradient steps that carry an image to its texture."""
+    """Gradient steps that give an image its texture."""
     sums_quantile: Number = None
-    """Class sums clip at this quantile of the norms, as released."""
+    """Class sums are clipped at this quantile of the released norms."""
     covariances_quantile: Number = None
-    """Covariances clip at this quantile."""
+    """Class covariances are clipped at this quantile."""
     histogram_share: Number = None
     """Share of each histogram of norms."""
     sums_share: Number = None
-    """Share of class sums."""
+    """Share of the class sums."""
     covariances_share: Number = None
-    """Share of class covariances."""
+    """Share of the class covariances."""
     texture_sums_share: Number = None
     """Share of the class sums of texture."""
     texture_covariances_share: Number = None
-    """Share of its class covariances."""
+    """Share of the class covariances of texture."""
     noise: Noise = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentSettings(Settings):
-    """Everything a run from private moments does, resolved and public (see `methods.moments`)."""
+    """Everything that decides what a run from private moments does (see the module): public."""
 
     ZERO: ClassVar[tuple[str, ...]] = ("texture", "texture_steps")
     OMITTED: ClassVar[dict[str, Any]] = {"unit": "record"}
@@ -132,20 +132,20 @@ class MomentSettings(Settings):
     seed: int
     noise_seeded: bool
     noise: NoiseName
-    coordinates: int  # low-frequency coordinates of an image
-    texture: int  # coordinates of texture whose covariances are released; 0: no texture at all
-    histogram_share: float  # of the budget (of mu²), for each of four histograms of norms
+    coordinates: int  # number of low-frequency coordinates of an image
+    texture: int  # number of texture coordinates whose covariances are released; 0: no texture at all
+    histogram_share: float  # of the budget (in mu²), for each of the four histograms of norms
     sums_share: float  # for class sums and counts
     covariances_share: float
     texture_sums_share: float
     texture_covariances_share: float
     bins: int  # of a histogram of norms
-    sums_quantile: float  # of the norms, where class sums clip
+    sums_quantile: float  # of the norms, at which class sums are clipped
     covariances_quantile: float
-    grid: int  # steps of the grid on which a clipped row lies
-    counted: int  # of these, how many a record counts for itself
-    texture_steps: int  # gradient steps of an image
-    unit: Literal["record", "person"] = "record"  # whose row is bounded: an image's, or that of all a person's images
+    grid: int  # largest norm of a row, in steps of the grid that rows are rounded to
+    counted: int  # value of a record's count cell, in the same steps
+    texture_steps: int  # gradient steps for an image
+    unit: Literal["record", "person"] = "record"  # whose row is bounded: that of an image, or of all a person's images
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
@@ -158,7 +158,7 @@ class MomentSettings(Settings):
 
     @property
     def releases(self) -> dict[str, float]:
-        """Release → its part of the budget; they add up to one."""
+        """Release → its part of the budget in mu²; the parts add up to one."""
         parts = dict.fromkeys(RELEASES, self.histogram_share)
         parts |= {"sums": self.sums_share, "covariances": self.covariances_share}
         parts |= {"texture-sums": self.texture_sums_share, "texture-covariances": self.texture_covariances_share}
@@ -168,12 +168,15 @@ class MomentSettings(Settings):
         return {name: part / whole for name, part in parts.items()}
 
     def l2_bound(self, release: str) -> float:
-        """How long a record's row can be."""
+        """Return the largest norm of a row."""
         return float(self.grid**2 if release.endswith("covariances") else self.grid)
 
     def diameter(self, release: str) -> float:
-        """How far apart two units' rows can be. Sums can point opposite ways; bins and squares cannot. A person's sum
-        of squares is truncated, and that moves it by less than one in each of at most 2^20 cells."""
+        """Return the largest distance between the rows of two privacy units.
+
+        Rows of sums can point in opposite directions; those of histograms and covariances cannot. A person's sum of
+        squares is truncated, which moves it by less than one in each of at most 2^20 cells.
+        """
         bound = self.l2_bound(release)
         if self.unit == "person" and release.endswith("covariances"):
             return min(math.sqrt(2.0) * (bound + 2**10) * (1 + 1e-12), 2 * bound)
@@ -213,51 +216,52 @@ class MomentSettings(Settings):
         records = schema.nominal_size / len(schema.classes)
         parts = []
         for name, part in self.releases.items():
-            own = mu * math.sqrt(part)
+            release_mu = mu * math.sqrt(part)
             size = self.texture if name.startswith("texture") else self.coordinates
             slots = 1 if "norms" in name else len(schema.classes)
             bound = self.l2_bound(name)
             sensitivity = bound if budget.relation == "add-remove" else self.diameter(name)
             factor = sensitivity / bound
-            if "norms" in name:  # of all records, in a bin
-                cells, relative = self.bins, factor / own / schema.nominal_size
-            elif name.endswith("sums"):  # of a class mean, in a coordinate, by its clip norm
+            if "norms" in name:  # noise of a bin / number of records
+                cells, relative = self.bins, factor / release_mu / schema.nominal_size
+            elif name.endswith("sums"):  # noise of a coordinate of a class mean / clipping norm
                 size = size if name == "sums" else Texture(schema.shape).size
-                cells, relative = size + 1, factor / own / records
-            else:  # the largest eigenvalue of noise alone, by the square of the clip norm
-                cells, relative = size**2, factor * math.sqrt(2 * size) / own / records
-            parts.append(cost(name, part, sensitivity / own if own else 0.0, sensitivity, slots * cells, relative))
+                cells, relative = size + 1, factor / release_mu / records
+            else:  # largest eigenvalue of the noise / squared clipping norm
+                cells, relative = size**2, factor * math.sqrt(2 * size) / release_mu / records
+            sigma = sensitivity / release_mu if release_mu else 0.0
+            parts.append(cost(name, part, sigma, sensitivity, slots * cells, relative))
         return parts
 
     def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
-        """Nothing: σ of a release follows from what is left, and was compared with that (`disagreements`)."""
+        """Return nothing: `disagreements` has checked that each σ follows from what was left of the budget."""
         return []
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        """Which releases there can be, how long a record's row is in each, and how loud the noise."""
-        found = []
+        """Compare the ledger's releases, the norms of their rows, and their noise with these settings."""
+        problems = []
         gaussian = [event for event in events if isinstance(event, GaussianEvent)]
         expected = {RELEASES.index(name): self.l2_bound(name) for name in self.releases}
-        # Texture may be missing where an interruption had spent its part.
+        # Releases of texture may be missing, if interruptions spent their part.
         if not {0, 1, 2, 3} <= {event.step for event in gaussian} <= set(expected) or len(gaussian) != len(events):
             return ["the ledger has other releases than the settings state"]
         if any(event.row_unit != self.unit or event.l2_bound != expected.get(event.step) for event in gaussian):
-            found.append("the ledger was charged for rows of another length than the settings state")
-        apart = {RELEASES.index(name): self.diameter(name) for name in self.releases}
-        if any(event.diameter < apart.get(event.step, math.inf) for event in gaussian):
-            found.append("the ledger has rows closer together than rows of these releases can be")
+            problems.append("the ledger was charged for rows of another length than the settings state")
+        diameters = {RELEASES.index(name): self.diameter(name) for name in self.releases}
+        if any(event.diameter < diameters.get(event.step, math.inf) for event in gaussian):
+            problems.append("the ledger was charged for a smaller distance of two rows than rows can have")
         slots = {RELEASES.index(name): 1 if "norms" in name else len(schema.classes) for name in self.releases}
         if any(event.queries != slots.get(event.step) for event in gaussian):
-            found.append("the settings state another number of classes than the ledger")
+            problems.append("the settings state another number of classes than the ledger")
         discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
         if len(discrete) != (len(gaussian) if self.noise == "discrete-gaussian" else 0):
-            found.append("the settings state another kind of noise than the ledger")
+            problems.append("the settings state another kind of noise than the ledger")
         if any((event.noise == "seeded") != self.noise_seeded for event in gaussian):
-            found.append("the settings are wrong about whether the noise was seeded")
-        return found + self._wrong_noise(budget, gaussian)
+            problems.append("the settings are wrong about whether the noise was seeded")
+        return problems + self._wrong_noise(budget, gaussian)
 
     def _wrong_noise(self, budget: Budget, events: list[GaussianEvent]) -> list[str]:
-        """σ of every release follows from the settings, the budget and the charges before it."""
+        """Return a problem unless σ of every release follows from the settings, the budget and the earlier charges."""
         for number, event in enumerate(events):
             name = RELEASES[event.step]
             expected = 0.0
@@ -265,21 +269,22 @@ class MomentSettings(Settings):
                 mu_squared, _ = mu_squared_for(name, self, budget, events[:number])
                 expected = sigma_for(name, self, budget, mu_squared) if mu_squared > 0 else math.inf
             if not math.isclose(event.sigma, expected, rel_tol=SIGMAS):
-                said = f"sigma {event.sigma:.6g} for {name}, settings and budget make it {expected:.6g}"
-                return [f"the ledger has {said}"]
+                return [
+                    f"the ledger has sigma {event.sigma:.6g} for {name}, settings and budget make it {expected:.6g}"
+                ]
         return []
 
     def wrong_weights(self, model: released.MomentModel, events: Sequence[Charge]) -> list[str]:
-        found = []
+        problems = []
         if model.start.means.shape[1] != self.coordinates:
-            found.append("the weights have another number of coordinates than the settings state")
+            problems.append("the weights have another number of coordinates than the settings state")
         if model.steps == 0:
-            return found
+            return problems
         if (model.steps, model.maps.shape[-1]) != (self.texture_steps, self.texture):
-            found.append("the weights have another texture than the settings state")
+            problems.append("the weights have another texture than the settings state")
         if not {4, 5, 6, 7} <= {event.step for event in known(events)}:
-            found.append("the weights have texture, and the ledger no charges for it")
-        return found
+            problems.append("the weights have texture, and the ledger no charges for it")
+        return problems
 
     # --- how it is described
 
@@ -304,10 +309,10 @@ class MomentSettings(Settings):
         return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)"
 
     def opening(self, schema: Schema, budget: Budget) -> str:
-        noisy = law_said(self) if math.isfinite(budget.epsilon) else "no noise"
+        noise = law_said(self) if math.isfinite(budget.epsilon) else "no noise"
         return (
             f"{self.method} [{self.preset}, from private moments] on {schema.name}: {self.coordinates} coordinates, "
-            f"{self.texture} of texture, {noisy}"
+            f"{self.texture} texture coordinates, {noise}"
         )
 
     def planned_as(self) -> str:
@@ -329,18 +334,19 @@ class MomentSettings(Settings):
         return RELEASES[event.step].replace("-", " ")
 
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Every release has its own σ; the ledger names them."""
+        """Return no sigma: every release has its own, and the ledger names them."""
         return {"warm_start": "moments", "sigma": None}
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
         parts = {part["release"]: part for part in self.costs(schema, budget)}
         records = schema.nominal_size / len(schema.classes)
-        counts = parts["sums"]["sigma"] / self.counted
-        loudest = parts["covariances"]["noise_to_signal"]
-        words = next((said for limit, said in SEEN if loudest < limit), NOTHING_ELSE)
+        count_noise = parts["sums"]["sigma"] / self.counted
+        covariance_noise = parts["covariances"]["noise_to_signal"]
+        outlook = next((text for limit, text in SEEN if covariance_noise < limit), NOTHING_ELSE)
         return [
-            f"the number of records of a class is known to about ±{counts:.2g}, of about {records:.3g}",
-            f"a class mean is known to {parts['sums']['noise_to_signal']:.2g} of the clip norm a coordinate; {words}",
+            f"the count of a class (about {records:.3g} records) has a standard error of {count_noise:.2g}",
+            f"each coordinate of a class mean has a standard error of {parts['sums']['noise_to_signal']:.2g} times the "
+            f"clipping norm; {outlook}",
         ]
 
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
@@ -350,8 +356,8 @@ class MomentSettings(Settings):
         if records >= least:
             return []
         return [
-            f"a class has about {records:.3g} records, and one with less than {least:.3g} is left out: "
-            "raise --epsilon, bring more records, or make fewer classes of them"
+            f"a class has about {records:.3g} records, and a class with fewer than {least:.3g} is left out: raise "
+            "--epsilon, use more records, or merge classes"
         ]
 
     def refusal(self, schema: Schema, budget: Budget) -> str | None:
@@ -359,49 +365,49 @@ class MomentSettings(Settings):
         if schema.nominal_size >= least:
             return None
         return (
-            f"there are about {schema.nominal_size} records, and a class with less than {least:.3g} is left out: raise "
-            "--epsilon, or bring more records"
+            f"there are about {schema.nominal_size} records, and a class with fewer than {least:.3g} is left out: "
+            "raise --epsilon, or use more records"
         )
 
     def _least_class(self, schema: Schema, budget: Budget) -> float:
-        """How many records a class must have, or it is left out (see `present_classes`)."""
+        """Return the number of records below which a class is likely to be left out (see `present_classes`)."""
         sums = next(part for part in self.costs(schema, budget) if part["release"] == "sums")
         return max(4 * sums["sigma"] / self.counted, 20)
 
 
-# --- noise: a function of settings, budget and charges before it, no more ---------------------------------------------
+# --- noise: a function of the settings, the budget and earlier charges only -------------------------------------------
 
 
 def sensitivity(name: str, s: MomentSettings, budget: Budget) -> float:
-    """How far one record moves the sum (checked again by the event that is charged)."""
+    """Return how far one privacy unit can move the sum. (The event that is charged checks this again.)"""
     return s.l2_bound(name) if budget.relation == "add-remove" else s.diameter(name)
 
 
 def mu_squared_for(name: str, s: MomentSettings, budget: Budget, charged: Sequence[Event]) -> tuple[float, float]:
-    """Return mu² of the next release, and of one before anything was lost.
+    """Return mu² of the next release, and what it would be if no release had been lost.
 
-    It is the release's part of what the budget has left, by the parts of the releases still to come.
+    Each release still to come gets its part of what is left of the budget, in proportion to `releases`.
     """
     pricing = budget.pricing()
     whole = pricing.mu_budget(budget.epsilon, budget.delta) ** 2
-    left = whole - pricing.mu_squared(charged)
+    remaining = whole - pricing.mu_squared(charged)
     parts = s.releases
     coming = sum(part for other, part in parts.items() if RELEASES.index(other) >= RELEASES.index(name))
-    return left * (1 - 1e-6) * parts[name] / coming, whole * parts[name]
+    return remaining * (1 - 1e-6) * parts[name] / coming, whole * parts[name]
 
 
 def sigma_for(name: str, s: MomentSettings, budget: Budget, mu_squared: float) -> float:
-    """Return the noise with which a release has this mu²."""
+    """Return σ of the noise with which a release costs this mu²."""
     variance = sensitivity(name, s, budget) ** 2 / mu_squared
     return math.sqrt(variance + (ROUNDING if s.noise == "discrete-gaussian" else 0.0))
 
 
-# --- the plan: one rule for every data set (docs/utility.md says how it was found) ------------------------------------
+# --- the plan: one rule for every data set (docs/utility.md says how it was chosen) -----------------------------------
 
 MOST_COORDINATES, LEAST_COORDINATES = 196, 64
 MOST_CELLS = 2**20  # of class covariances: each needs a draw of noise
 GRID = 2**14
-SMALLEST_MU = 2 * GRID**2 / MOST_NOISE  # of a release: below, its noise would be larger than any that is drawn
+SMALLEST_MU = 2 * GRID**2 / MOST_NOISE  # of a release: a smaller mu needs more noise than can be drawn
 RELEASE_SHARES = {
     "histogram_share": 0.005,
     "sums_share": 0.06,
@@ -409,13 +415,13 @@ RELEASE_SHARES = {
     "texture_sums_share": 0.05,
     "texture_covariances_share": 0.49,
 }
-# Where the noise leaves room for hardly any coordinates, nothing about texture could be heard, and class means and
-# counts are most of what can be known.
+# If the noise leaves room for fewer coordinates than this, texture would be lost in noise, and little but class means
+# and counts can be learned.
 HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
-    """Fix every setting: as many coordinates as the noise leaves room for; all else is the same for all data."""
+    """Return the settings: as many coordinates as the noise leaves room for; all else is the same for all data."""
     options: Options = request.options
     check_exact_noise(request)
     exact = can_be_exact(request) and math.isfinite(budget.epsilon)
@@ -426,8 +432,9 @@ def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
             f"no noise is large enough for {budget.describe(budget.epsilon)}: raise --epsilon, or use --accountant "
             "exact"
         )
-    room, heard = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes))), 0.12 * mu * records
-    size = int(min(room, max(LEAST_COORDINATES, heard)))
+    most = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
+    above_noise = 0.12 * mu * records  # number of coordinates that stand out of the noise
+    size = int(min(most, max(LEAST_COORDINATES, above_noise)))
     values: dict[str, Any] = RELEASE_SHARES | {
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
@@ -435,7 +442,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
         "covariances_quantile": 0.5,
         "texture_steps": 12,
     }
-    if heard < HARDLY_ANY:
+    if above_noise < HARDLY_ANY:
         values |= SCARCE
     overrides = Options.__dataclass_fields__.keys() - {"warm_start", "noise"}
     values |= {name: value for name in overrides if (value := getattr(options, name)) is not None}
@@ -459,12 +466,14 @@ def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
 
 
 def check_moments(settings: MomentSettings, schema: Schema) -> None:
-    """Raise DatalensError if no run can be done with these settings."""
-    most = math.isqrt(MOST_CELLS // len(schema.classes))  # or noise would take hours to draw
-    for name, there in (("coordinates", schema.dimensions), ("texture", Texture(schema.shape).size)):
-        asked, least = getattr(settings, name), 0 if name == "texture" else 1
-        if not least <= asked <= min(there, most):
-            raise DatalensError(f"--{name} must be between {least} and {min(there, most)} for this data, not {asked}")
+    """Raise DatalensError if the settings are invalid for this data."""
+    most = math.isqrt(MOST_CELLS // len(schema.classes))  # more noise would take hours to draw
+    for name, available in (("coordinates", schema.dimensions), ("texture", Texture(schema.shape).size)):
+        size, least = getattr(settings, name), 0 if name == "texture" else 1
+        if not least <= size <= min(available, most):
+            raise DatalensError(
+                f"--{name} must be between {least} and {min(available, most)} for this data, not {size}"
+            )
     if settings.texture > 0 and settings.texture_steps < 1:
         raise DatalensError(f"--texture-steps must be at least 1, not {settings.texture_steps}: or use --texture 0")
     for name in ("sums_quantile", "covariances_quantile"):
@@ -475,28 +484,28 @@ def check_moments(settings: MomentSettings, schema: Schema) -> None:
             raise DatalensError(f"--{name.replace('_', '-')} must be above 0, not {getattr(settings, name)}")
 
 
-# --- the releases, and the generator that follows from them -----------------------------------------------------------
+# --- the releases, and the generator that is made from them -----------------------------------------------------------
 
-LEAST_PART = 0.25  # of what was planned for a release: with less it would be noise
+LEAST_PART = 0.25  # of the planned mu² of a release: with less, it would be mostly noise
 
 Ask = Callable[[str, Callable[[], BoundedSum]], Released]
 
 
 def train(run: Run, records: RecordRows, settings: MomentSettings, place: Place) -> released.MomentModel:
-    """All releases, and the generator that follows from them."""
+    """Make all releases, and return the generator that follows from them."""
     s, schema = settings, run.schema
     classes, floor = len(schema.classes), smallest_class(schema)
     grid = {"grid": s.grid}
     counting = {"grid": s.grid, "counted": s.counted}
-    with run.watched("private moments", len(s.releases)) as seen:
+    with run.watched("private moments", len(s.releases)) as progress:
 
         def ask(name: str, total: Callable[[], BoundedSum]) -> Released:
             answer = _ask(run, s, name, total)
-            seen.done(run.completed)
+            progress.done(run.completed)
             return answer
 
         view = records.coordinates
-        brightest = math.sqrt(schema.dimensions)  # no image is longer
+        brightest = math.sqrt(schema.dimensions)  # the largest norm of an image
         edges = norm_edges(brightest / 64, brightest, s.bins)
         norms = ask("norms", lambda: records.histogram(view, means=None, edges=edges, **grid))
         clip = released.quantile_edge(norms, edges, s.sums_quantile)
@@ -511,7 +520,7 @@ def train(run: Run, records: RecordRows, settings: MomentSettings, place: Place)
             covariances = released.class_covariances(outer, counts, clip=clip, floor=floor, **grid)
             further = s.texture > 0
         except BudgetExceeded as error:
-            say(f"warning: {error}; images differ from their class's mean as far as records do, but at random")
+            say(f"warning: {error}; images differ from the mean of their class as much as records do, but at random")
             covariances, further = released.round_covariances(means, clip=clip), False
         start = released.make_start(schema.shape, means, covariances)
         if not further:
@@ -534,12 +543,12 @@ def _with_texture(
     present: Tensor,
     counts: Tensor,
 ) -> released.MomentModel:
-    """Releases 4-7: the moments of texture, in coordinates in which that of the first images is even."""
+    """Make releases 4-7: the moments of texture, in coordinates in which the texture of the first images is white."""
     floor = smallest_class(schema)
     whitening = released.make_whitening(start, present, s.seed)
     view = partial(records.texture, centre=whitening.centre, white=whitening.matrix)
-    usual = whitening.norms(0.5)
-    edges = norm_edges(usual / 8, usual * 8, s.bins)
+    median_norm = whitening.norms(0.5)
+    edges = norm_edges(median_norm / 8, median_norm * 8, s.bins)
     norms = ask("texture-norms", lambda: records.histogram(view, means=None, edges=edges, grid=s.grid))
     clip = released.quantile_edge(norms, edges, s.sums_quantile)
     counting = {"grid": s.grid, "counted": s.counted}
@@ -564,38 +573,46 @@ def _with_texture(
 
 
 def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRows:
-    """Every record's rows, as whole numbers."""
+    """Return every record's rows, as whole numbers."""
     shape = records.schema.shape
     basis = make_basis("opponent", shape, settings.coordinates)
     return RecordRows.gather(records, basis=basis, texture=Texture(shape))
 
 
 def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]) -> Released:
-    """What was released before an interruption, or a new release; σ from what is left of the budget."""
+    """Return the value that was released before an interruption, or release it now.
+
+    Args:
+        name: of the release.
+        total: computes the sum over records; called for a new release only.
+    """
     step = RELEASES.index(name)
-    found = run.journal.find(run.ledger, step=step)
-    if found is None:
+    answer = run.journal.find(run.ledger, step=step)
+    if answer is None:
         if any(getattr(event, "step", None) == step for event in run.ledger.events):
             say(
-                f"warning: {name} was charged before, and an interruption lost its value: it stays charged, and what "
-                "is left of the budget is divided anew among what is still to be released"
+                f"warning: {name} was charged before, and an interruption lost its value: it stays charged, and the "
+                "rest of the budget is divided anew among the releases still to come"
             )
         contributions = total()
         sigma = noise_for(name, s, run.ledger)
         law = s.noise if sigma > 0 else "gaussian"
         with open_noise(law, sigma, draws=contributions.cells, seed=run.noise_seed) as noise:
-            found = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
-        run.journal.save(found)
-    run.log(step, sigma=found.event.sigma)
+            answer = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
+        run.journal.save(answer)
+    run.log(step, sigma=answer.event.sigma)
     run.completed += 1
-    return found
+    return answer
 
 
 def noise_for(name: str, s: MomentSettings, ledger: Ledger) -> float:
-    """σ of a release: its part of what the ledger has left, by the parts of the releases still to come.
+    """Return σ of the next release, from what the ledger has left of the budget (see `mu_squared_for`).
 
-    Mu² adds up, whatever σ is chosen on the way, so a release that an interruption lost makes the others noisier
-    and overspends nothing. It depends on the ledger alone.
+    Mu² adds up, however σ is chosen on the way. So a release that an interruption lost makes the others noisier, and
+    the budget is not overspent. σ depends on public settings and the ledger alone.
+
+    Raises:
+        BudgetExceeded: too little is left for the release to be worth anything.
     """
     budget = ledger.budget
     if math.isinf(budget.epsilon):
@@ -603,30 +620,41 @@ def noise_for(name: str, s: MomentSettings, ledger: Ledger) -> float:
     mu_squared, planned = mu_squared_for(name, s, budget, ledger.events)
     if mu_squared < LEAST_PART * planned:
         raise BudgetExceeded(
-            f"of {budget.describe(budget.epsilon)} an interruption has cost too much to release {name} in earnest"
+            f"interruptions have cost so much of {budget.describe(budget.epsilon)} that {name} would be mostly noise"
         )
     return sigma_for(name, s, budget, mu_squared)
 
 
 def norm_edges(low: float, high: float, bins: int) -> Tensor:
-    """Public bins for norms, growing by a constant factor; the first begins at 0, the last has no end."""
+    """Return the public edges of bins for norms, which grow by a constant factor.
+
+    The first bin begins at 0, and the last has no upper end.
+    """
     edges = torch.logspace(math.log10(low), math.log10(high), bins + 1, dtype=torch.float64)
     edges[0] = 0.0
     return edges
 
 
 def smallest_class(schema: Schema) -> float:
-    """A count no class is taken to be below when its sums are divided: noise stays noise, it does not explode."""
+    """Return the smallest count by which the sums of a class are divided: a noisy count near 0 would blow noise up."""
     return max(released.LEAST_COUNT, schema.nominal_size / len(schema.classes) / 20)
 
 
 def present_classes(counts: Tensor, noise: float, schema: Schema, ledger: Ledger) -> Tensor:
-    """Classes whose noisy count stands out of the noise; the others are left out of the synthetic set, and named."""
+    """Return the classes whose noisy count stands out of the noise; the others are left out, with a warning.
+
+    Args:
+        counts: released counts [classes].
+        noise: their standard deviation.
+
+    Raises:
+        DatalensError: no class stands out.
+    """
     enough = counts > max(released.PRESENT * noise, released.LEAST_COUNT)
     if not bool(enough.any()):
         raise DatalensError(nothing_stands_out(schema, ledger))
     for label in torch.nonzero(~enough).flatten().tolist():
-        say(f"warning: class {schema.classes[label]} has too few records to say anything of: it is left out")
+        say(f"warning: class {schema.classes[label]} has too few records to stand out of the noise: it is left out")
     return torch.nonzero(enough).flatten()
 
 

@@ -1,15 +1,15 @@
-"""GANs whose critic learns by DP-SGD; the generator learns from the critic, which is released with every step.
+"""GANs whose critic is trained by DP-SGD. The generator learns from the critic, which every step releases.
 
 DP-GAN (Xie, Lin, Wang, Wang, Zhou 2018): a Wasserstein GAN. The critic's weights are clipped to a small box after every
-step, which bounds its slopes. Differs from the paper: gradients are clipped example by example (weight clipping alone
-bounds them by constants that are not computed in practice; the published code adds noise to a batch mean that nothing
-bounds); Poisson samples; Adam; labels; an average of the generator's weights; priced by the ledger, where the published
-code has no accountant.
+step, which bounds its slopes. Differs from the paper: gradients are clipped per example (weight clipping alone bounds
+them by constants that are not computed in practice; the published code adds noise to a batch mean that nothing bounds);
+Poisson samples; Adam; labels; an average of the generator's weights; a ledger that prices it, where the published code
+has no accountant.
 
 DP-SGD-GAN, after "Private GANs, revisited" (Bie, Kamath, Zhang 2023): many steps of a noisy critic for one of the
-generator. Differs from the paper: gradients on fakes are clipped like those on records, but get no noise: they are not
-private. Noise and samples come from the operating system; batches are large and steps few, which costs less time at
-the same ε; the generator that is released has the average of its last weights.
+generator. Differs from the paper: gradients on fakes are clipped like those on records, but get no noise, since they
+are not private; noise and samples come from the operating system; batches are large and steps few, which takes less
+time at the same ε; the released generator has an average of its last weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,60 +39,61 @@ from datalens.released.critic import fake_gradient, fakes, learn
 from datalens.released.generator import Generator, fresh_generator
 from datalens.run.folder import Alone, Run
 
-# Rows are enforced in float32, and paid for as this much longer; much shorter ones cannot be measured in it.
-ROUNDING, LEAST_CLIP = 1e-6, 1e-12  # as in `bounded.norm_topk`, which takes too long to import for a plan
+# The bound is enforced in float32, so rows are charged as if they were longer by the factor 1 + ROUNDING. Norms much
+# smaller than LEAST_CLIP cannot be computed in float32. `bounded.norm_topk` has the same, and is slow to import.
+ROUNDING, LEAST_CLIP = 1e-6, 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     steps: WholeNumber = None
-    """Blocks of steps of the generator."""
+    """Blocks of steps."""
     batch: WholeNumber = None
     """Expected number of records in a step of the critic."""
     clip: Number = None
-    """What the norm of a record's gradient is clipped to."""
+    """Clipping norm of a record's gradient."""
     teacher_steps: WholeNumber = None
     """Steps of the critic per step of the generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyCriticSettings(StepSettings):
-    """`steps` are blocks, charged one by one, of `block` steps of the critic each."""
+    """Settings of both methods. `steps` are blocks of `block` steps of the critic each; a block is one charge."""
 
     method: Literal["dpgan", "dpsgd-gan"]
     block: int
-    critic_steps: int  # of the critic, for one of the generator
-    batch: int  # records in a sample, on average
-    rate: float  # how likely a record is in a sample
-    clip: float  # C: the longest gradient of a record
-    sigma: float  # noise multiplier: σ·C on every number
-    fakes: int  # synthetic images the critic sees in a step, and the generator learns from
-    weight_clip: float  # the critic's weights stay within ± this; 0: they are free
+    critic_steps: int  # steps of the critic for one of the generator
+    batch: int  # expected number of records in a sample
+    rate: float  # probability that a record is in a sample
+    clip: float  # C: clipping norm of a record's gradient
+    sigma: float  # noise multiplier: the noise on every coordinate has standard deviation σ·C
+    fakes: int  # synthetic images in a step of the critic, and in one of the generator
+    weight_clip: float  # the critic's weights stay in [-weight_clip, weight_clip]; 0: they are not clipped
     width: int
     critic_rate: float
     generator_rate: float
     latent: int
     slim: int
-    average: float  # of the generator's weights, over steps
+    average: float  # decay of the average of the generator's weights over steps
 
     def check(self, schema: Schema) -> None:
         if not 0 < self.rate <= 1 or self.fakes < 2:
             raise DatalensError("--batch must be at most the nominal number of records")
         if self.rate != self.batch / schema.nominal_size:
             raise DatalensError(
-                f"the sampling rate {self.rate:g} is not batch {self.batch} by nominal size {schema.nominal_size}"
+                f"the sampling rate {self.rate:g} is not batch {self.batch} / nominal size {schema.nominal_size}"
             )
         if not LEAST_CLIP <= self.clip < 1e6:
             raise DatalensError(f"--clip must be at least {LEAST_CLIP:g}, and below a million, not {self.clip:g}")
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         event = _event(self.sigma, self.as_dict(), seeded=self.noise_seeded)
-        loud: dict[str, Any] = {"cells": 0, "noise_to_signal": self.sigma / self.batch}
+        sizes: dict[str, Any] = {"cells": 0, "noise_to_signal": self.sigma / self.batch}
         name = f"{self.block} sums of gradients"
-        return (Part(name=name, event=event, sensitivity=event.l2_bound, times=self.steps, **loud),)
+        return (Part(name=name, event=event, sensitivity=event.l2_bound, times=self.steps, **sizes),)
 
     def steps_paid(self, events: Sequence[Charge]) -> int:
-        """Blocks, charged whole."""
+        """Return the number of blocks that these charges have paid for."""
         return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent)) // self.block
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
@@ -112,11 +113,11 @@ class NoisyCriticSettings(StepSettings):
 
     @property
     def signal(self) -> str:
-        return "noise on a number of the mean gradient by the clip norm"
+        return "noise on a coordinate of the mean gradient / clipping norm"
 
 
 def _event(sigma: float, values: dict[str, Any], *, seeded: bool) -> SubsampledGaussianEvent:
-    """What a block is charged as."""
+    """Return the event that a block is charged as."""
     return SubsampledGaussianEvent(
         row_unit="record",
         l2_bound=values["clip"] * (1 + ROUNDING),
@@ -201,7 +202,7 @@ def fake_loss(says: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor], Tensor]
-# What the critic is to make small on records and on fakes; the generator's is that of records, on its own images.
+# The critic's losses, of its scores for records and for fakes. The generator's loss is the first, of its own images.
 LOSSES: dict[str, tuple[Loss, Loss]] = {"dpgan": (torch.neg, torch.clone), "dpsgd-gan": (real_loss, fake_loss)}
 
 
@@ -227,7 +228,7 @@ def train(run: Run, pool: Pool, settings: NoisyCriticSettings, place: Place) -> 
             sample = torch.from_numpy(poisson_sample(noise, pool.count, s.rate))
             try:
                 noisy = gate.release(sum_gradients(network, pool, sample, on_records, rows))
-            except BudgetExceeded:  # an interruption cost a block: the run ends with fewer, never over budget
+            except BudgetExceeded:  # an interruption cost a block: the run ends with fewer blocks, within the budget
                 return student.averaged()
             with torch.no_grad():
                 images, labels = fakes(generator, s.fakes, seed=s.seed, purpose="critic", step=step)

@@ -1,11 +1,11 @@
-"""PATE-GAN (Yoon, Jordon, van der Schaar 2019), Algorithm 1: teachers label generated images; a student learns it.
+"""PATE-GAN (Yoon, Jordon, van der Schaar 2019), Algorithm 1: teachers label generated images; a student learns these.
 
 Differs from the paper:
-- all nets are convolutional and see labels; thousands of teachers are one batch dimension;
-- by default a teacher compares an image with the batch's others of its label, and the student is told the noisy
-  counts, not only which is larger (both are what was paid for);
-- a charge is made for every label before it is answered, and all of them are priced together, data-independently:
-  the published code spends until a data-dependent estimate passes ε, and then once more.
+- all networks are convolutional and see labels; thousands of teachers are one batch dimension;
+- by default a teacher compares an image with the others of its label in the batch, and the student gets the noisy
+  counts, not only which one is larger (the charge covers both);
+- every label is charged before it is released, and all labels are priced together, data-independently: the published
+  code spends until a data-dependent estimate exceeds ε, and then once more.
 """
 
 import math
@@ -39,7 +39,7 @@ from datalens.run.folder import Alone, Run
 @dataclass(frozen=True, kw_only=True)
 class Options(TeacherOptions):
     aggregate: Annotated[Literal["gnmax", "laplace"] | None, arg(help_behavior_hint="(default: gnmax)")] = None
-    """Gaussian noise on the counts of votes, or Laplace noise, as published."""
+    """Noise on the counts of votes. gnmax: Gaussian. laplace: as published."""
     noise: Noise = None
 
 
@@ -47,11 +47,11 @@ class Options(TeacherOptions):
 class PateGanSettings(EnsembleSettings):
     method: Literal["pategan"]
     noise: NoiseOfVotes  # type: ignore[assignment]
-    scale: float  # of the noise on a count: Laplace's 1/λ, or the Gaussian's σ
-    votes: Literal["absolute", "relative"]  # to the batch's other images of the same label
-    labels: Literal["majority", "counts"]  # what the student makes of two noisy counts
-    jitter: float  # how far images are moved before teachers are asked, in each of 64 cosines
-    memory: int  # batches of answers that the critic learns from again
+    scale: float  # of the noise on a count: 1/λ of Laplace noise, or σ of Gaussian noise
+    votes: Literal["absolute", "relative"]  # relative: to the batch's other images of the same label
+    labels: Literal["majority", "counts"]  # what the student uses of the two noisy counts of an image
+    jitter: float  # size of the random change to images before teachers vote, in each of 64 cosines
+    memory: int  # number of batches of released labels that the critic learns from again
     width: int  # channels of the critic's first layer
     critic_steps: int
     critic_rate: float
@@ -59,11 +59,11 @@ class PateGanSettings(EnsembleSettings):
     generator_batch: int
     generator_rate: float
     spread: float  # weight of the term that keeps images of one label apart
-    average: float  # of the generator's weights, over its steps
+    average: float  # decay of the average of the generator's weights over its steps
 
     @property
     def sigma(self) -> float:
-        """For `--json`."""
+        """The scale, under the name that `--json` has for it."""
         return self.scale
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
@@ -114,7 +114,7 @@ class PateGanSettings(EnsembleSettings):
 
     @property
     def signal(self) -> str:
-        return "sigma of a vote's margin by the teachers"
+        return "sigma of the difference of an image's two counts / number of teachers"
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> PateGanSettings:
@@ -130,13 +130,13 @@ def plan(request: Request, schema: Schema, budget: Budget) -> PateGanSettings:
 
 
 def _noise(request: Request, budget: Budget, *, steps: int, batch: int) -> tuple[Any, float]:
-    """Which noise on the counts, and how much of it for so many labels."""
+    """Return the kind of noise on the counts, and its scale for so many steps of `batch` labels."""
     goal: dict[str, Any] = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.pricing()}
     if math.isinf(budget.epsilon):
         return "gaussian", 0.0
     if request.options.aggregate == "laplace":
         if request.options.noise is not None:
-            raise DatalensError("--noise is about Gaussian noise: leave it out, or use --aggregate gnmax")
+            raise DatalensError("--noise chooses among kinds of Gaussian noise: leave it out, or use --aggregate gnmax")
         facts: dict[str, Any] = {"row_unit": "teacher", "relation": budget.relation, "noise": "operating-system"}
         facts |= {"moved": 2 * batch * steps, "queries": batch * steps, "step": 0}
         return "discrete-laplace", calibrate_event(lambda scale: LaplaceEvent(scale=scale, **facts), times=1, **goal)
@@ -146,7 +146,7 @@ def _noise(request: Request, budget: Budget, *, steps: int, batch: int) -> tuple
 
 
 def train(run: Run, shares: Shares, settings: PateGanSettings, place: Place) -> Generator:
-    """Stops at the last planned step, at the budget, or when a person asks; the state is kept."""
+    """Train until the last planned step, until the budget is spent, or until interrupted; the state is kept."""
     s = settings
     if s.noise == "discrete-laplace":
         return _train(run, shares, s, LaplaceVote(noise=LaplaceNoise(s.scale, run.noise_seed)), place.device)
@@ -162,7 +162,7 @@ def _train(
     for step in run.steps(s.steps, student=student, teachers=Alone(teachers, run.path / "checkpoints")):
         fakes = student.generate(step)
         loss = teachers.fit_step(fakes, step=step, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
-        noisy = run.journal.find(run.ledger, step=step)  # paid for before an interruption: not asked again
+        noisy = run.journal.find(run.ledger, step=step)  # charged and released before an interruption
         if noisy is None:
             ballots = (
                 real_or_fake(part, fakes.labels, relative=s.votes == "relative") for part in teachers.scores(fakes)
@@ -170,7 +170,7 @@ def _train(
             try:
                 noisy = mechanism.release(count_ballots(ballots, answers=2), run.ledger, step=step)
             except BudgetExceeded:
-                break  # an interruption cost a release: the run ends with fewer steps, never over budget
+                break  # an interruption cost a release: the run ends with fewer steps, within the budget
             run.journal.save(noisy)
         student.learn(fakes, noisy)
         run.log(step, teacher_loss=loss, real=float(noisy.value[:, 1].mean()) / s.teachers)

@@ -1,7 +1,8 @@
 """`datalens sgd`: a classifier trained by DP-SGD with compressed gradients, in a run folder, with a certificate.
 
-Steps are charged in blocks. A run that is asked to stop finishes its step and parks what is left of its block; one that
-is killed loses what it had not saved, and the block: both stay charged.
+Steps are charged in blocks. A run that is interrupted finishes its step, and writes down how many charged steps of its
+block are left (`PARKED`). A run that is killed loses the steps since its last checkpoint, and the rest of the block:
+both stay charged.
 """
 
 import copy
@@ -36,47 +37,48 @@ if TYPE_CHECKING:
     from datalens.privacy.noise import NoiseSource
     from datalens.released.classifier import Classifier
 
-PARKED = "parked.json"
+PARKED = "parked.json"  # the number of steps that were charged and not taken
 _SOLVED = arg(metavar="FLOAT", help_behavior_hint="(default: solved for, from --epochs)")
-MOST_AT_ONCE = 4096  # records of a batch whose gradients are held together
+MOST_AT_ONCE = 4096  # records of a batch whose gradients are in memory at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     topk: float = 1.0
-    """A fraction: of the squared norm (norm) or of the coordinates (dim) that a record's gradient keeps. 1: all."""
+    """Fraction of a record's gradient to keep: of its squared norm (norm) or of its coordinates (dim). 1: all of it."""
     selector: Literal["norm", "dim", "none"] = "norm"
-    """norm: noise shrinks by sqrt(topk) with the rows. dim: it does not."""
+    """norm: rows, and with them the noise, shrink by sqrt(topk). dim: they do not."""
     sigma: Annotated[float | None, _SOLVED] = None
-    """Noise multiplier. Given without --epochs, as many steps are taken as fit into the budget."""
+    """Noise multiplier. If it is given without --epochs, as many steps are taken as fit into the budget."""
     clip: Annotated[
         float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.3; linear: 10; on features: 1)")
     ] = None
-    """What the norm of a record's gradient is clipped to."""
+    """Clipping norm of a record's gradient."""
     batch_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: 1/30 of the records; linear: 512 or 1/20)")
     ] = None
-    """Expected number of records in a step: each is in by itself, with probability batch size / nominal size."""
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --clip)")] = None
+    """Expected number of records in a step: each is in it with probability batch size / nominal size."""
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: from --clip)")] = None
     """Learning rate."""
     epochs: Annotated[
-        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: by --epsilon, unless --sigma is given)")
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: from --epsilon, unless --sigma is given)")
     ] = None
-    """How often a record is in, on average."""
+    """Expected number of steps that a record is in."""
     constant_rate: bool = False
-    """Keep the learning rate, as the paper does (and a linear head always does); else it falls to nothing."""
+    """Keep the learning rate constant, as in the paper (and always for a linear head); else it falls to zero."""
     last: bool = False
-    """Release the last weights, as the paper does, and not a mean in which late ones weigh most."""
+    """Release the last weights, as in the paper, instead of a weighted mean of the weights after all steps."""
     network: Annotated[
         Literal["cnn", "linear"] | None, arg(help_behavior_hint="(default: cnn; for features and tiny images: linear)")
     ] = None
+    """The classifier."""
     extractor: Annotated[str | None, arg(metavar="NAME|FILE", help_behavior_hint="(default: for cifar10 only)")] = None
-    """A frozen network whose features are trained on: efficientnet-lite0, a file with ResNet-18 weights, or none."""
+    """Train on features of a frozen public network: efficientnet-lite0, a file with ResNet-18 weights, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SgdSettings(Settings):
-    """Everything a run of DP-SGD does, resolved and public (see `methods.dpsgd`)."""
+    """Everything that decides what a run of DP-SGD does (see the module): public."""
 
     ZERO: ClassVar[tuple[str, ...]] = ("features",)
     makes: ClassVar[Literal["generator", "moments", "classifier"]] = "classifier"
@@ -89,31 +91,31 @@ class SgdSettings(Settings):
     noise_seeded: bool
     noise: Literal["gaussian"]
     network: Literal["cnn", "linear"]
-    extractor: str  # "none", or the frozen network whose features the model sees
+    extractor: str  # the frozen network whose features the model is trained on, or "none"
     extractor_sha256: str
-    features: int  # how many; of pixels: 0
+    features: int  # number of features; 0: the model is trained on pixels
     selector: Literal["norm", "dim", "none"]
     topk: float
     clip: float
-    sigma: float  # noise multiplier: the noise on every coordinate is sigma · bound
-    batch_size: int  # expected
+    sigma: float  # noise multiplier: the noise on every coordinate has standard deviation sigma · bound
+    batch_size: int  # expected number of records in a step
     steps: int
     rate: float  # learning rate
-    falls: bool  # whether it rises over the first tenth of the steps and then falls to nothing, or stays
-    average: bool  # what is released: a mean of the weights in which late ones weigh most, or the last ones
+    falls: bool  # whether the rate rises over the first tenth of the steps and then falls to zero; else it is constant
+    average: bool  # whether a mean of the weights, in which late ones weigh most, is released; else the last weights
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "SgdSettings":
         settings: SgdSettings = checked(cls, fields, zero=cls.ZERO)
         if re.fullmatch("(?:[0-9a-f]{64})?", settings.extractor_sha256) is None:
-            raise DatalensError("the setting extractor_sha256 is no SHA-256")
+            raise DatalensError("the setting extractor_sha256 is not a SHA-256")
         if not (0 < settings.topk <= 1 and settings.clip > 0):
-            raise DatalensError("the settings topk and clip cannot be these")
+            raise DatalensError("the setting topk must be in (0, 1], and clip above 0")
         return settings
 
     @property
     def bound(self) -> float:
-        """What a record's compressed gradient is brought down to: √k·C where k is of the norm, else C."""
+        """Largest norm of a record's compressed gradient: √k·C if k is a fraction of the squared norm, else C."""
         return self.clip * (math.sqrt(self.topk) if self.selector == "norm" else 1.0)
 
     # --- what it costs
@@ -144,25 +146,25 @@ class SgdSettings(Settings):
         return [(first, self.steps)]
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        """Of DP-SGD: how long a record's row is, how likely it is in, and how many steps there are."""
-        found = []
+        """Compare the norm of a row, the sampling rate, the noise and the steps of a ledger with these settings."""
+        problems = []
         steps = [event for event in events if isinstance(event, SubsampledGaussianEvent)]
         unit = "person" if schema.by_person else "record"
         if len(steps) != len(events) or any(event.row_unit != unit for event in steps):
-            found.append(f"the ledger has other events than steps over sampled {unit}s")
+            problems.append(f"the ledger has other events than steps over sampled {unit}s")
         if any(event.sigma != self.sigma * self.bound for event in steps):
-            found.append("the settings state another sigma, topk or clip than the ledger")
+            problems.append("the settings state another sigma, topk or clip than the ledger")
         if any(event.queries != 1 for event in steps):
-            found.append("the ledger has steps of several sums, of which DP-SGD has none")
+            problems.append("the ledger has steps of several sums, of which DP-SGD has none")
         if any(event.l2_bound < self.bound for event in steps):
-            found.append("the ledger was charged for shorter rows than the settings state")
+            problems.append("the ledger was charged for shorter rows than the settings state")
         if any(event.rate != self.batch_size / schema.nominal_size for event in steps):
-            found.append("the settings state another batch size than the ledger")
+            problems.append("the settings state another batch size than the ledger")
         if sum(event.repeats for event in steps) > self.steps:
-            found.append("the ledger has more steps than the settings state")
+            problems.append("the ledger has more steps than the settings state")
         if any((event.noise == "seeded") != self.noise_seeded for event in steps):
-            found.append("the settings are wrong about whether the noise was seeded")
-        return found + gaps_of_blocks(steps)
+            problems.append("the settings are wrong about whether the noise was seeded")
+        return problems + gaps_of_blocks(steps)
 
     def wrong_weights(self, model: Any, events: Sequence[Charge]) -> list[str]:
         same = model.network == self.network and (not self.features or model.shape == (self.features,))
@@ -183,7 +185,7 @@ class SgdSettings(Settings):
         return f"dpsgd [{self.network}] on {seen}: {self.said_of(schema)}"
 
     def said_of(self, schema: Schema) -> str:
-        """Return what is about to be done, in a line."""
+        """Return one line about what the run will do, for the terminal."""
         return (
             f"{self.steps} steps of about {self.batch_size} {'persons' if schema.by_person else 'records'}, "
             f"clip {self.clip:g}, topk {self.topk:g} ({self.selector}), sigma {self.sigma:.4g} (floating-point noise)"
@@ -205,19 +207,20 @@ class SgdSettings(Settings):
 
 
 class SgdUsual(NamedTuple):
-    """What `datalens sgd` does where nothing else is asked."""
+    """The defaults of `datalens sgd`."""
 
     batch_size: int
     epochs: float
     clip: float
-    pace: float  # learning rate times clip: how far a step goes at most, before noise
-    falls: bool  # the learning rate
+    pace: float  # learning rate · clipping norm: the largest step, before noise
+    falls: bool  # whether the learning rate falls
 
 
 def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float) -> SgdUsual:
-    """By public facts alone. Those of the cnn did best on MNIST records held out of training (docs/dpsgd.md).
+    """Return the defaults, from public facts alone.
 
-    All steps together can go as far as noise lets them, which is proportional to ε and to the number of records.
+    Those of the cnn did best on MNIST records held out of training (docs/dpsgd.md). The number of epochs grows with ε
+    and with the number of records, since noise limits the total distance of all steps in proportion to these.
     """
     n = nominal_size
     if network == "linear":
@@ -228,22 +231,26 @@ def sgd_usual(*, network: str, features: bool, nominal_size: int, epsilon: float
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> SgdSettings:
-    """Fix every setting, from public facts and, where one is asked for, a frozen public network."""
+    """Return the settings, from public facts and, where one is used, a frozen public network."""
     from datalens.gradients.optimizer import plan_steps
     from datalens.private import features
 
     options: Options = request.options
     if budget.relation != "add-remove":
-        raise DatalensError("`datalens sgd` samples records, which is priced for --relation add-remove only")
+        raise DatalensError(
+            "`datalens sgd` samples records, which has a price for --relation add-remove only: use that"
+        )
     name = options.extractor or (features.DEFAULT if schema.name == "cifar10" else "none")
     extractor = None if name == "none" else features.find(name)
     small = min(schema.height, schema.width) < 14
     network = options.network or ("linear" if extractor or small else "cnn")
     if extractor and network != "linear":
-        raise DatalensError("a frozen extractor has a linear head: leave --network out, or add --extractor none")
+        raise DatalensError(
+            "features of an extractor need --network linear: leave --network out, or add --extractor none"
+        )
     if small and network == "cnn":
         raise DatalensError(f"--network cnn needs images of at least 14x14, not {schema.height}x{schema.width}")
-    usual = sgd_usual(
+    defaults = sgd_usual(
         network=network,
         features=extractor is not None,
         nominal_size=schema.nominal_size,
@@ -251,18 +258,18 @@ def plan(request: Request, schema: Schema, budget: Budget) -> SgdSettings:
     )
     epochs = options.epochs
     if epochs is None and (options.sigma is None or math.isinf(budget.epsilon)):
-        epochs = usual.epochs
+        epochs = defaults.epochs
     made = plan_steps(
         budget=budget,
         nominal_size=schema.nominal_size,
-        batch_size=options.batch_size or usual.batch_size,
+        batch_size=options.batch_size or defaults.batch_size,
         epochs=epochs,
-        clip=usual.clip if options.clip is None else options.clip,
+        clip=defaults.clip if options.clip is None else options.clip,
         topk=options.topk,
         selector=options.selector,
         sigma=options.sigma,
     )
-    rate = usual.pace / made.compress.clip if options.lr is None else options.lr
+    rate = defaults.pace / made.compress.clip if options.lr is None else options.lr
     if not 0 < rate < math.inf:
         raise DatalensError(f"--lr must be above 0, not {rate:g}")
     return SgdSettings(
@@ -282,13 +289,13 @@ def plan(request: Request, schema: Schema, budget: Budget) -> SgdSettings:
         batch_size=made.batch_size,
         steps=made.schedule.steps,
         rate=rate,
-        falls=usual.falls and not options.constant_rate,
+        falls=defaults.falls and not options.constant_rate,
         average=not options.last,
     )
 
 
 def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
-    """The plan that these settings, which may come from a file, are."""
+    """Return the plan that these settings describe; they may come from a file."""
     from datalens.bounded.norm_topk import NormTopK
     from datalens.gradients.optimizer import Plan
     from datalens.privacy.dpsgd import Schedule
@@ -312,13 +319,21 @@ def schedule_of(settings: SgdSettings, schema: Schema) -> "Plan":
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SgdRecords:
-    """Records as the model sees them. Private; the test split is only evaluated on, for the owner."""
+    """Records as the model is trained on them; private. The test split is used to report accuracy to the owner only.
+
+    Attributes:
+        x: pixels, uint8 [n, c, h, w]; or features [n, features].
+        y: labels [n].
+        test: the same of the test split, if there is one.
+        fingerprint: a hash of all records.
+        starts: where persons are the units, the first record of each, and n at the end [persons + 1].
+    """
 
     x: "Tensor"
     y: "Tensor"
     test: "tuple[Tensor, Tensor] | None"
     fingerprint: int
-    starts: "Tensor | None" = None  # where each person's records begin, and the end: where persons are the units
+    starts: "Tensor | None" = None
 
     @property
     def count(self) -> int:
@@ -326,17 +341,17 @@ class SgdRecords:
 
 
 def gather(records: Records, settings: SgdSettings, place: Place) -> SgdRecords:
-    """Return the records in memory, person after person where these are the units."""
+    """Return the records in memory; where persons are the units, sorted by person."""
     import torch
 
-    found, starts = collect(records), list[int]()
-    if found.schema.by_person:
-        found, starts = by_person(found)
-    content = found.images.tobytes() + found.labels.tobytes() + np.array(starts, np.int64).tobytes()
-    x, y = _seen(found, settings, place)
+    dataset, starts = collect(records), list[int]()
+    if dataset.schema.by_person:
+        dataset, starts = by_person(dataset)
+    content = dataset.images.tobytes() + dataset.labels.tobytes() + np.array(starts, np.int64).tobytes()
+    x, y = _inputs(dataset, settings, place)
     try:
-        test = None if place.held_out is None else _seen(place.held_out(), settings, place)
-    except DatalensError:  # a file of the user's own may have none
+        test = None if place.held_out is None else _inputs(place.held_out(), settings, place)
+    except DatalensError:  # the user's own data may have no test split
         test = None
     return SgdRecords(
         x=x,
@@ -347,42 +362,42 @@ def gather(records: Records, settings: SgdSettings, place: Place) -> SgdRecords:
     )
 
 
-def _seen(found: Dataset, settings: SgdSettings, place: Place) -> tuple["Tensor", "Tensor"]:
-    """Return images as the model sees them, pixels or features, and their labels."""
+def _inputs(dataset: Dataset, settings: SgdSettings, place: Place) -> tuple["Tensor", "Tensor"]:
+    """Return the inputs of the model, pixels or features, and the labels."""
     import torch
 
     from datalens.private import features
 
-    y = torch.from_numpy(found.labels).to(place.device)
+    y = torch.from_numpy(dataset.labels).to(place.device)
     if settings.extractor == "none":
-        return torch.from_numpy(found.images).to(place.device).permute(0, 3, 1, 2).contiguous(), y
+        return torch.from_numpy(dataset.images).to(place.device).permute(0, 3, 1, 2).contiguous(), y
     extractor = features.find(str(place.options.get("extractor") or settings.extractor))
     if extractor.sha256 != settings.extractor_sha256:
-        raise DatalensError(f"{extractor.name} is not the one the run was begun with: put it back")
-    return features.extract(extractor, found.images, device=place.device).to(place.device), y
+        raise DatalensError(f"{extractor.name} is not the one the run was begun with: put that back")
+    return features.extract(extractor, dataset.images, device=place.device).to(place.device), y
 
 
-def by_person(found: Dataset) -> tuple[Dataset, list[int]]:
-    """The records, person after person, and where each begins."""
-    keys = np.array(list(record_keys(found.images, found.ids, by_person=True)), dtype=object)
+def by_person(dataset: Dataset) -> tuple[Dataset, list[int]]:
+    """Return the records sorted by person, and where each person's begin; the last number is the end."""
+    keys = np.array(list(record_keys(dataset.images, dataset.ids, by_person=True)), dtype=object)
     _, whose = np.unique(keys, return_inverse=True)
     order = np.argsort(whose, kind="stable")
-    ordered = dataclasses.replace(found, images=found.images[order], labels=found.labels[order], ids=keys[order])
+    ordered = dataclasses.replace(dataset, images=dataset.images[order], labels=dataset.labels[order], ids=keys[order])
     return ordered, [0, *np.cumsum(np.bincount(whose)).tolist()]
 
 
 def ready(x: "Tensor") -> "Tensor":
-    """Pixels in [0, 1]; features as they are."""
+    """Return pixels scaled to [0, 1], and features unchanged."""
     import torch
 
     return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x
 
 
 class Trainer:
-    """The model and its optimizer, a step at a time; what a checkpoint keeps of them.
+    """The model and its optimizer. Takes steps, and has the state that a checkpoint keeps.
 
-    `average` is a mean of the weights after every step t, weighed by t⁸ (Shamir and Zhang 2013): most of the noise of
-    single steps cancels in it, and as it is made of released weights alone, it costs nothing.
+    `average` is the mean of the weights after every step t, weighted by t⁸ (Shamir and Zhang 2013). Most of the noise
+    of single steps cancels in it. It is made of released weights alone, so it costs no privacy.
     """
 
     def __init__(self, model: "Classifier", made: "Plan", gate: "GradientGate", *, rate: float, falls: bool) -> None:
@@ -398,9 +413,13 @@ class Trainer:
         self._optimizer.watch(self._sampled)
 
     def step(self, x: "Tensor", y: "Tensor", starts: "Tensor | None" = None) -> None:
-        """One Poisson sample of the records, or of the persons, in parts if it is large; noise once.
+        """Take one step on a Poisson sample of the records or persons: in parts if it is large, with noise added once.
 
-        `starts`: where each person's records begin, and the end. A person's row is the mean of their gradients.
+        Args:
+            x: inputs of all records [n, …].
+            y: labels [n].
+            starts: where persons are sampled, the first record of each, and n at the end. A person's row is the mean of
+                the gradients of their records.
         """
         import torch
         from torch.nn import functional as F  # noqa: N812 (the usual name)
@@ -418,7 +437,7 @@ class Trainer:
             self._optimizer.whose = None if whose is None else whose.to(x.device)
             self._optimizer.signal_skip_step(do_skip=number < len(parts))
             self._optimizer.zero_grad()
-            # Each record's own gradient: a mean over the part, which Opacus multiplies by its size again.
+            # Opacus needs the gradient of each record. The loss is a mean over the part; Opacus multiplies by its size.
             F.cross_entropy(self._sampled(ready(x[part])), y[part]).backward()
             self._optimizer.step()
         self._taken += 1
@@ -440,29 +459,32 @@ class Trainer:
 
 
 def _parts(chosen: "Tensor", starts: "Tensor | None") -> "list[tuple[Tensor, Tensor | None]]":
-    """Records of those chosen, about MOST_AT_ONCE at a time, and whose each is; a person's are together."""
+    """Return the records of the chosen units, about MOST_AT_ONCE at a time; of persons, also whose each record is.
+
+    The records of a person are in one part.
+    """
     import torch
 
     if starts is None:
         return [(part, None) for part in chosen.split(MOST_AT_ONCE)] if len(chosen) else [(chosen, None)]
     images = (starts[1:] - starts[:-1])[chosen]
-    turn = (images.cumsum(0) - 1) // MOST_AT_ONCE
-    sizes = torch.unique_consecutive(turn, return_counts=True)[1].tolist() or [0]
-    found: list[tuple[Tensor, Tensor | None]] = []
+    part_number = (images.cumsum(0) - 1) // MOST_AT_ONCE
+    sizes = torch.unique_consecutive(part_number, return_counts=True)[1].tolist() or [0]
+    parts: list[tuple[Tensor, Tensor | None]] = []
     for persons, counts in zip(chosen.split(sizes), images.split(sizes), strict=True):
         whose = persons.repeat_interleave(counts)
         first = (starts[:-1][persons] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
-        found.append((first + torch.arange(len(whose)), whose))
-    return found
+        parts.append((first + torch.arange(len(whose)), whose))
+    return parts
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Of the learning rate, at step 0, 1, …: up over the first tenth of the steps, and down to nothing at their end."""
+    """Return the factor of the learning rate at a step: it rises over the first tenth of the steps, then falls to 0."""
     return min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
 def accuracy(model: "Classifier", x: "Tensor", y: "Tensor") -> float:
-    """For the owner: what is found on real records is not covered by ε."""
+    """Return the accuracy on real records, for the owner only: it is not covered by ε."""
     import torch
 
     was = model.training
@@ -485,7 +507,7 @@ def make_trainer(
 
 
 def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "Classifier":
-    """Take the steps that are charged or can be, and return the classifier."""
+    """Take all steps that are charged already or fit into the budget, and return the classifier."""
     from datalens.privacy.dpsgd import GradientGate
     from datalens.privacy.noise import SecureNoise, SeededNoise
 
@@ -506,7 +528,7 @@ def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "C
 
 
 def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iterator[int]:
-    """Steps to do, as long as there is one that is charged or can be: what was lost is missing at the end."""
+    """Yield steps until no charged step is left and no more can be charged. Lost steps are not made up for."""
     for step in run.steps(count, student=trainer, teachers=NoTeachers()):
         if gate.left == 0 and gate.charged >= gate.schedule.steps:
             return
@@ -514,20 +536,20 @@ def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iter
 
 
 def _park(folder: Path, left: int) -> None:
-    """Remember what is left of a block that was charged. Written when no further step will be taken."""
+    """Write down how many charged steps of a block are left. Called when this process will take no further step."""
     write_atomically(folder / PARKED, json.dumps({"left": left}).encode())
     sync_directory(folder)
 
 
 def _unpark(folder: Path) -> int:
-    """Take it back, and durably forget it, before a step is taken: after a crash it must not count twice."""
+    """Return how many charged steps are left, after durably deleting the file: no crash may let them count twice."""
     path = folder / PARKED
     if not path.exists():
         return 0
     try:
         left = json.loads(path.read_text(encoding="utf-8"))["left"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DatalensError(f"{path} is damaged: delete it, and the steps it held are lost") from error
+        raise DatalensError(f"{path} is damaged: delete it; the charged steps that it counts are lost") from error
     path.unlink()
     sync_directory(folder)
     return left if type(left) is int else 0

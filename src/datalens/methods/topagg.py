@@ -1,10 +1,10 @@
 """DataLens (Wang et al., CCS 2021), Algorithms 1-3: teachers vote with compressed gradients, a student learns.
 
-Both `datalens-paper` and `datalens --warm-start off` are this loop; they differ in settings only.
+Both `datalens-paper` and `datalens --warm-start off` are this loop; only their settings differ.
 
 Differs from the paper:
 - the direction is ∂ log D/∂x, which is added (see `Teachers.image_gradients`);
-- the threshold uses the number of teachers N (line 14 prints T);
+- the threshold uses the number of teachers N (the paper's line 14 prints T);
 - one event is charged per batch of m images, with sensitivity 2√(km): the same cost as m events of 2√k.
 """
 
@@ -68,9 +68,10 @@ from datalens.run.folder import Run
 from datalens.run.ranks import World
 from datalens.run.remote_teachers import Crowd
 
-REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # sums of real numbers: discrete noise does not fit them
+REAL_ROWS: tuple[CompressName, ...] = ("topk", "sketch")  # rows of real numbers, to which discrete noise does not apply
+# Settings that belong to one compressor.
 OF_A_COMPRESSOR: dict[str, CompressName] = {"levels": "klevel", "sketch_rows": "sketch", "sketch_columns": "sketch"}
-# What teachers' rows are, where they are not top-k votes; and how far two are apart.
+# Texts of the certificate: what teachers' rows are if not top-k votes, and the largest distance of two rows.
 ROWS = {"klevel": "rotated and quantised gradients (D²P-Fed)", "sketch": "clipped count sketches of votes (FetchSGD)"}
 LENGTHS = {"klevel": "2·(levels-1)·sqrt(padded·batch)", "sketch": "2·sqrt(rows·k·batch)"}
 
@@ -83,12 +84,12 @@ NetworkName = Literal["spectral", "compact", "paper", "printed"]
 @dataclass(frozen=True, kw_only=True)
 class Options(TeacherOptions):
     warm_start: Annotated[Literal["moments", "off"] | None, arg(help_behavior_hint="")] = None
-    """off: teachers vote (TopAgg). moments: images from private moments, which no teacher is needed for."""
+    """off: teachers vote (TopAgg). moments: images from private moments, without teachers."""
     network: Annotated[NetworkName | None, CHOICE] = None  # type: ignore[assignment]
-    """The teachers' network. spectral: over cosine coefficients. compact: a small convolutional one. paper: of the
-    paper's size. printed: the paper's to the letter, whose votes hardly depend on the label."""
+    """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
+    the paper's size. printed: exactly the paper's, whose votes hardly depend on the label."""
     k: WholeNumber = None
-    """Coordinates a teacher votes on, per synthetic image."""
+    """Number of coordinates that a teacher votes on, per synthetic image."""
     sigma: Number = None
     """Standard deviation of the noise on every vote sum."""
     beta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
@@ -96,40 +97,40 @@ class Options(TeacherOptions):
     clip: Number = None
     """Clipping constant c of Algorithm 2."""
     linear: Number = None
-    """Gain of the linear part, one per class, of a compact or paper network; 0: none."""
+    """Gain of the linear part, one for each class, of a compact or paper network; 0: none."""
     teacher_rate: Number = None
     """Learning rate of the teachers."""
     student_rate: Number = None
     """Learning rate of the student."""
     student_decay: Annotated[Literal["cosine", "off"] | None, CHOICE] = None
-    """Whether the student's rate falls to zero over the run."""
+    """Whether the student's learning rate falls to zero over the run."""
     gamma: Number = None
-    """γ of Algorithm 1: how far an image moves along a decoded vote of 1."""
+    """γ of Algorithm 1: the step of an image along a decoded vote of 1."""
     latent: WholeNumber = None
-    """Dimensions of the student's noise z."""
+    """Dimension of the student's noise z."""
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
     compress: Annotated[CompressName | str | None, CHOICE] = None
     """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD. Or
-    one that another package brings (docs/extending.md)."""
+    the name of another package's compressor (docs/extending.md)."""
     levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
-    """klevel: how many levels a coordinate is rounded to, 2 to 128."""
+    """klevel: number of levels that a coordinate is rounded to, 2 to 128."""
     sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
-    """sketch: rows of a teacher's table, each with hashes of its own."""
+    """sketch: rows of a teacher's table, each with its own hashes."""
     sketch_columns: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: half the basis)")] = None
-    """sketch: columns of the table; fewer columns, more collisions."""
+    """sketch: columns of the table; with fewer columns there are more collisions."""
     mechanism: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """A mechanism that another package brings, in the place of ours: it is inside the gate, and not checked by us."""
+    """Use another package's mechanism: it sees sums before noise is added, and datalens does not check its noise."""
     balanced: bool = False
-    """Equal shares by position: what replace-one always uses, and add-remove refuses."""
+    """Equal shares by position. replace-one always uses them, and add-remove refuses them."""
     noise: Noise = None
     chunk: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what fits)")] = None
-    """How many teachers to work on at a time: less takes less memory, and changes no result."""
+    """Number of teachers to work on at a time: fewer take less memory. Changes no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopAggSettings(Settings):
-    """Everything a run of TopAgg does, resolved and public: recorded in config.json and in the certificate."""
+    """Everything that decides what a run of TopAgg does: public, and recorded in config.json and the certificate."""
 
     ZERO: ClassVar[tuple[str, ...]] = tuple(OF_A_COMPRESSOR)
     one_part: ClassVar[bool] = True
@@ -167,21 +168,21 @@ class TopAggSettings(Settings):
     balanced_labels: bool
     latent: int
     latent_law: Literal["normal", "uniform"]
-    noise: NoiseName = "gaussian"  # runs of before there was a choice
-    levels: int = 0  # of klevel; 0 elsewhere
+    noise: NoiseName = "gaussian"  # older runs, which had no choice, do not state it
+    levels: int = 0  # of klevel; 0 for other compressors
     sketch_rows: int = 0  # of sketch
     sketch_columns: int = 0
     mechanism: str = ""  # a plug-in's name
-    plugins: str = ""  # what of this is code of other packages, and which
+    plugins: str = ""  # the parts that are code of other packages, and the packages
     linear: float = 0.0  # gain of a convolutional teacher's linear part; 0: it has none, as in version 0.1
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "TopAggSettings":
         settings: TopAggSettings = checked(cls, fields, zero=cls.ZERO)
         if settings.compress not in COMPRESSORS:
-            settings._plugin()  # or what there is
+            settings._plugin()  # raises if there is no such plug-in
         if bool(settings.plugins) != (settings.compress not in COMPRESSORS or settings.mechanism != ""):
-            raise DatalensError("the settings must name the plug-ins they use, and no others")
+            raise DatalensError("the settings must name the plug-ins that they use, and no others")
         for name, compress in OF_A_COMPRESSOR.items():
             if (getattr(settings, name) > 0) != (settings.compress == compress):
                 raise DatalensError(f"the setting {name} does not fit compress {settings.compress}")
@@ -189,7 +190,7 @@ class TopAggSettings(Settings):
 
     @property
     def cells(self) -> int:
-        """Numbers that are released about one image."""
+        """Number of values that are released about one image."""
         if self.compress not in COMPRESSORS:
             cells = self._plugin().cells
             return self.basis_size if cells is None else cells(self)
@@ -199,7 +200,7 @@ class TopAggSettings(Settings):
 
     @property
     def l2_bound(self) -> float:
-        """How long a teacher's row over a batch can be (see `bounded`); two are at most twice that apart."""
+        """Largest norm of a teacher's row over a batch (see `bounded`); the distance of two is at most twice that."""
         if self.compress not in COMPRESSORS:
             return self._plugin().l2_bound(self)
         if self.compress == "klevel":
@@ -209,7 +210,7 @@ class TopAggSettings(Settings):
 
     @property
     def real_rows(self) -> bool:
-        """Whether sums are of real numbers, which discrete noise does not fit."""
+        """Whether sums are real numbers, to which discrete noise does not apply."""
         return self.compress in REAL_ROWS or (self.compress not in COMPRESSORS and not self._plugin().whole_numbers)
 
     def _plugin(self) -> Compressor:
@@ -222,7 +223,7 @@ class TopAggSettings(Settings):
 
     @property
     def sensitivity(self) -> float:
-        """How far one record moves the sum over a batch: it changes one teacher's row (Lemma 1)."""
+        """How far one record can move the sum over a batch: it changes one teacher's row (Lemma 1)."""
         return 2 * self.l2_bound
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
@@ -249,29 +250,29 @@ class TopAggSettings(Settings):
         return [(charged[0], self.steps)] if charged else []
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        found = []
+        problems = []
         bound = self.l2_bound
         gaussian = [event for event in events if isinstance(event, GaussianEvent)]
         if len(gaussian) != len(events):
-            found.append("the ledger has other releases than sums of teachers' votes with Gaussian noise")
+            problems.append("the ledger has other releases than sums of teachers' votes with Gaussian noise")
         if any(event.sigma != self.sigma for event in gaussian):
-            found.append("the settings state another sigma than the ledger")
+            problems.append("the settings state another sigma than the ledger")
         if any(not math.isclose(event.l2_bound, bound, rel_tol=1e-9) for event in gaussian):
-            found.append("the settings state another k or batch than the ledger was charged for")
+            problems.append("the settings state another k or batch than the ledger was charged for")
         if any((event.row_unit, event.diameter) != ("teacher", 2 * event.l2_bound) for event in gaussian):
-            found.append(
+            problems.append(
                 "the ledger has events that are not sums of teachers' votes: they cost " + self.lengths + " each"
             )
         discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
         if len(discrete) != (len(gaussian) if self.noise == "discrete-gaussian" else 0):
-            found.append("the settings state another kind of noise than the ledger")
+            problems.append("the settings state another kind of noise than the ledger")
         if any(event.queries != self.batch for event in gaussian):
-            found.append("the settings state another number of images in a step than the ledger")
+            problems.append("the settings state another number of images in a step than the ledger")
         if any(event.coordinates != self.batch * self.cells for event in discrete):
-            found.append("the settings state another number of coordinates than the ledger")
+            problems.append("the settings state another number of coordinates than the ledger")
         if any((event.noise == "seeded") != self.noise_seeded for event in gaussian):
-            found.append("the settings are wrong about whether the noise was seeded")
-        return found + gaps({event.step for event in gaussian}, self.steps)
+            problems.append("the settings are wrong about whether the noise was seeded")
+        return problems + gaps({event.step for event in gaussian}, self.steps)
 
     # --- how it is described
 
@@ -286,7 +287,7 @@ class TopAggSettings(Settings):
 
     @property
     def lengths(self) -> str:
-        """How far two rows are apart, as a formula."""
+        """The largest distance of two rows, as a formula for the certificate."""
         if self.compress not in COMPRESSORS:
             return "2·(the longest row that the plug-in states)"
         return LENGTHS.get(self.compress, "2·sqrt(k·batch)")
@@ -302,30 +303,30 @@ class TopAggSettings(Settings):
         return "as Gaussian noise of variance sigma² - 4 (by RDP: as zCDP)" if self.sigma >= LEAST_SMOOTH else "as zCDP"
 
     def said(self) -> str:
-        noisy = "no noise" if self.sigma == 0 else f"σ = {self.sigma:.5g} ({law_said(self, real=self.real_rows)})"
-        return f"{self.teachers} teachers, {self.steps} steps of {self.batch} images, {self._rows_said()}, {noisy}"
+        noise = "no noise" if self.sigma == 0 else f"σ = {self.sigma:.5g} ({law_said(self, real=self.real_rows)})"
+        return f"{self.teachers} teachers, {self.steps} steps of {self.batch} images, {self._rows_said()}, {noise}"
 
     def _rows_said(self) -> str:
-        """What a teacher says about an image, for a person."""
+        """Return a description of a teacher's row, for the terminal."""
         if self.compress == "klevel":
             return f"{self.basis_size} coordinates in {self.levels} levels"
-        sketched = f" in a sketch of {self.sketch_rows}×{self.sketch_columns}" if self.compress == "sketch" else ""
-        return f"k = {self.k} of {self.basis_size}{sketched}"
+        sketch = f" in a sketch of {self.sketch_rows}×{self.sketch_columns}" if self.compress == "sketch" else ""
+        return f"k = {self.k} of {self.basis_size}{sketch}"
 
     def planned_as(self) -> str:
         return "from teachers' votes (TopAgg)"
 
     @property
     def signal(self) -> str:
-        return "sigma by the number of teachers"
+        return "sigma / number of teachers"
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
         part = 2 * self.sigma / self.teachers
         more = "" if part <= 4 else ": far more than there are, so expect noise"
-        return [f"a vote stands out of the noise (by two σ) where {part:.0%} of the teachers agree{more}"]
+        return [f"a vote exceeds two standard deviations of the noise where {part:.0%} of the teachers agree{more}"]
 
     def suggestion(self) -> Suggestion | None:
-        """Where teachers vote with their top k and there is noise."""
+        """Return the best k by Theorem 6, if teachers vote with their top k and there is noise."""
         if self.compress not in ("topk-sign", "topk") or self.sigma == 0 or self.basis_size < 2:
             return None
         facts = {"dimensions": self.basis_size, "teachers": self.teachers, "k": self.k, "steps": self.steps}
@@ -335,17 +336,20 @@ class TopAggSettings(Settings):
         return self.steps * seconds_a_step(self, schema)
 
 
-# --- presets: the paper's, its code's where the two differ, and ours --------------------------------------------------
+# --- presets: the paper's, those of its code where the two differ, and ours -------------------------------------------
 
 
 def _celeba(*, teachers: int, k: int, sigma: float, beta: float, batch: int) -> dict[str, Any]:
-    """Colour at 64×64. The batch is the share: 162,770, 92,529 and 120,000 records by the number of teachers."""
+    """Return a row for colour images of 64×64.
+
+    The batch is the size of a share: 162,770, 92,529 or 120,000 records / the number of teachers.
+    """
     row = {"teachers": teachers, "k": k, "sigma": sigma, "beta": beta, "batch": batch}
     return row | {"latent": 100, "teacher_steps_first": 30}
 
 
-# DataLens, Section 5.1 and 5.3 and Table 4. β at ε = 10 is not printed for every set, nor is the number of teachers for
-# CelebA; the code's is used then.
+# DataLens, Sections 5.1 and 5.3 and Table 4. The paper does not print β at ε = 10 for every set, nor the number of
+# teachers for CelebA; the values of its code are used there.
 _PAPER: dict[tuple[str, int], dict[str, Any]] = {
     ("mnist", 1): {"teachers": 4000, "k": 200, "sigma": 5000.0, "beta": 0.7, "latent": 50},
     ("mnist", 10): {"teachers": 4000, "k": 350, "sigma": 900.0, "beta": 0.2, "latent": 50},
@@ -358,7 +362,7 @@ _PAPER: dict[tuple[str, int], dict[str, Any]] = {
     ("places365", 1): _celeba(teachers=8000, k=700, sigma=9000.0, beta=0.9, batch=15),
     ("places365", 10): _celeba(teachers=4000, k=700, sigma=700.0, beta=0.25, batch=30),
 }
-# For Places365 the paper prints k and the latents only; the rest is that of CelebA-Hair.
+# For Places365 the paper prints only k and the latent dimension; the rest is that of CelebA-Hair.
 _PARTLY = {"places365": "; N, σ and β as for celeba-hair"}
 # Where the authors' code differs from their paper.
 _CODE: dict[tuple[str, int], dict[str, Any]] = {
@@ -368,16 +372,17 @@ _CODE: dict[tuple[str, int], dict[str, Any]] = {
 
 
 # Gain of the convolutional teachers' linear part, times √d for images of d values: 5.1 at 28×28, 17.9 at 8×8. It
-# follows the length of an image, and was chosen on training images held out of three sets (docs/decisions.md).
+# depends on the norm of an image, and was chosen on training images held out of three sets (docs/decisions.md).
 LINEAR = 1000 / 7
 
-PAPER_SIDE = 32  # pixels: beyond, DC-GAN's discriminator has millions of parameters, and thousands of it fit no machine
-LARGE_BUDGET = 10**0.5  # an ε from which on settings made for ε = 10 are taken, not those for 1
+# For larger images DC-GAN's discriminator has millions of parameters, and no machine has memory for thousands of it.
+PAPER_SIDE = 32  # pixels
+LARGE_BUDGET = 10**0.5  # from this ε on, the settings for ε = 10 are used, below those for ε = 1
 RECORDS_PER_TEACHER = 15  # the paper's 60,000 / 4,000
 
 
 def preset(method: str, name: str, schema: Schema, epsilon: float) -> tuple[str, dict[str, Any]]:
-    """The preset's full name and its settings. Published rows are for ε = 1 and 10: the nearer one is taken."""
+    """Return the preset's full name and its settings. Published rows are for ε = 1 and 10: the nearer one is used."""
     if method == "datalens":
         return name, _ours(name, schema, epsilon)
     row = (schema.name, 10 if epsilon >= LARGE_BUDGET else 1)
@@ -391,7 +396,7 @@ def preset(method: str, name: str, schema: Schema, epsilon: float) -> tuple[str,
 
 
 def _as_printed(schema: Schema) -> dict[str, Any]:
-    """Algorithm 1 as the paper and its code run it; on a set the paper does not have, scaled from MNIST."""
+    """Return Algorithm 1 as the paper and its code run it, scaled from MNIST for sets that the paper does not have."""
     return {
         "teachers": max(1, schema.nominal_size // RECORDS_PER_TEACHER),
         "network": "paper" if max(schema.height, schema.width) <= PAPER_SIDE else "compact",
@@ -418,10 +423,10 @@ def _as_printed(schema: Schema) -> dict[str, Any]:
 
 
 def _ours(name: str, schema: Schema, epsilon: float) -> dict[str, Any]:
-    """The same loop over low-frequency cosines, with teachers a CPU can carry.
+    """Return settings for the same loop on low-frequency cosines, with teachers that a CPU can train.
 
-    A teacher has some 15 records. Where noise is strong it learns slowly, with decayed weights, or it would know them
-    by heart; with a larger budget it may learn more of them, and images move further in fewer steps.
+    A teacher has about 15 records. Where noise is strong it learns slowly, with weight decay, so that it does not
+    memorise them. With a larger budget it may learn more of them, and images move further in fewer steps.
     """
     size = min(64, schema.dimensions)
     settings = _as_printed(schema) | {
@@ -438,20 +443,20 @@ def _ours(name: str, schema: Schema, epsilon: float) -> dict[str, Any]:
     }
     if epsilon >= LARGE_BUDGET:
         settings |= {"teacher_rate": 1e-3, "teacher_weight_decay": 0.0, "gamma": 2e-3, "steps": 100}
-    if name == "quick":  # to see the whole chain in seconds; not for results
+    if name == "quick":  # to try the whole sequence in seconds; not for results
         settings |= {"teachers": max(1, schema.nominal_size // 60), "steps": 20}
     return settings
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
-# The papers print neither the levels of D²P-Fed nor the table of FetchSGD that they used: these are ours.
+# The papers print neither the levels used for D²P-Fed nor the table used for FetchSGD: these are ours.
 LEVELS, MOST_LEVELS = 16, 128
 SKETCH_ROWS, MOST_SKETCH = 5, 2**16
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
-    """Fix every setting, from public facts."""
+    """Return the settings, from public facts."""
     options: Options = request.options
     name, values = preset(request.method, request.preset, schema, budget.epsilon)
     overrides = Options.__dataclass_fields__.keys() - {"warm_start", "balanced", "noise", "chunk"}
@@ -463,7 +468,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
     values["hidden"] = HIDDEN[values["network"]]
     check_settings(values, schema)
     if values["compress"] in ("sign", "klevel"):
-        values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is paid for
+        values["k"] = values["basis_size"]  # no top-k: every coordinate votes, and is charged for
     values["plugins"] = _plugins(values)
     values["noise"] = _law(request, values)
     draft = TopAggSettings(
@@ -471,28 +476,32 @@ def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
         preset=name,
         seed=request.seed,
         noise_seeded=request.noise_seed is not None,
-        # A replaced record keeps its position, but not its hash: hashed, it would leave one teacher and enter another,
-        # and two rows would change where one is paid for.
+        # A record that replaces another has its position, but not its hash. With hashed shares one teacher would lose a
+        # record and another would get one: two rows would change, where one is charged for.
         shares="balanced" if budget.relation == "replace-one" else "hashed",
         **values | {"sigma": values.get("sigma") or 0.0, "beta": values.get("beta") or 0.0},
     )
     sigma, steps = _noise_and_steps(draft, values, asked, budget)
     beta = values.get("beta")
-    if beta is None:  # by the noise that is left in a decoded coordinate
+    if beta is None:  # proportional to the noise of a decoded coordinate
         beta = 0.75 * sigma / values["teachers"] / max(1, draft.levels - 1)
     noise = draft.noise if sigma > 0 else "gaussian"  # of width 0
     return dataclasses.replace(draft, sigma=sigma, steps=steps, beta=beta, noise=noise)
 
 
 def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], schema: Schema) -> None:
-    """Preset values that only make sense together with one that was just changed follow it."""
+    """Change preset values that only make sense together with one that an option changes.
+
+    Raises:
+        DatalensError: options contradict each other.
+    """
     if asked.get("basis", values["basis"]) == "pixel" and "basis_size" in asked:
-        raise DatalensError("--basis-size belongs to --basis dct; pixels always come in full")
+        raise DatalensError("--basis-size is for --basis dct, since --basis pixel uses all pixels: leave it out")
     if asked.get("basis", values["basis"]) == "pixel":
         values["basis_size"] = schema.dimensions
     if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) == "pixel":
         raise DatalensError(
-            "--network spectral sees cosine coefficients: use --basis dct, or --network compact or paper with pixels"
+            "--network spectral works on cosine coefficients: use --basis dct, or --network compact or paper"
         )
     network = asked.get("network", values["network"])
     if network in ("spectral", "printed"):
@@ -506,7 +515,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         if name in asked and compress != owner:
             raise DatalensError(f"--{name.replace('_', '-')} belongs to --compress {owner}: leave it out")
     if compress not in ("topk-sign", "sign", "topk"):
-        values.pop("sigma", None)  # a printed σ belongs to rows of norm √(k·m)
+        values.pop("sigma", None)  # a printed σ is for rows of norm √(k·m)
     if compress == "klevel":
         values["levels"] = LEVELS
     if compress == "sketch":  # Algorithm 7 has no threshold
@@ -515,27 +524,27 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
     if "basis_size" in asked and "k" not in asked:
         values["k"] = min(values["k"], asked["basis_size"])
     if asked.keys() & {"sigma", "steps", "teachers", "compress", "levels"} and "beta" not in asked:
-        values["beta"] = None  # the printed β belongs to the printed σ and N
+        values["beta"] = None  # the printed β is for the printed σ and N
 
 
 def _plugins(values: dict[str, Any]) -> str:
-    """What of a plan is code of other packages."""
-    found = []
+    """Return the certificate's text about the parts of a plan that are code of other packages; "" if there are none."""
+    parts = []
     if values["compress"] not in COMPRESSORS:
-        found.append(f"the compressor {values['compress']} of {compressor(values['compress'])[1]}")
+        parts.append(f"the compressor {values['compress']} of {compressor(values['compress'])[1]}")
     if values.get("mechanism"):
-        found.append(f"the mechanism {values['mechanism']} of {mechanism(values['mechanism'])[1]}")
-    return " and ".join(found)
+        parts.append(f"the mechanism {values['mechanism']} of {mechanism(values['mechanism'])[1]}")
+    return " and ".join(parts)
 
 
 def _law(request: Request, values: dict[str, Any]) -> NoiseName:
-    """Exact whole-number noise wherever it can be had."""
+    """Return the kind of noise: the requested one, else exact whole-number noise if it is available."""
     real = values["compress"] in REAL_ROWS
     if values["compress"] not in COMPRESSORS:
         real = not compressor(values["compress"])[0].whole_numbers
     if request.options.noise == "discrete-gaussian" and real:
         raise DatalensError(
-            f"--compress {values['compress']} sums real numbers, which discrete noise does not fit: leave one out"
+            f"--compress {values['compress']} sums real numbers, to which discrete noise does not apply: leave one out"
         )
     check_exact_noise(request)
     if request.options.noise is not None:
@@ -547,7 +556,7 @@ def _law(request: Request, values: dict[str, Any]) -> NoiseName:
 def _noise_and_steps(
     draft: TopAggSettings, values: dict[str, Any], asked: dict[str, Any], budget: Budget
 ) -> tuple[float, int]:
-    """σ for the given steps, or steps for the given σ. What was asked for wins over the preset."""
+    """Return σ for the given steps, or steps for the given σ. Options take precedence over the preset."""
     sensitivity = 2 * draft.l2_bound  # DataLens, Lemma 1, over a batch
     sigma = asked.get("sigma", None if "steps" in asked else values.get("sigma"))
     steps = asked.get("steps", values["steps"] if sigma is None else None)
@@ -556,7 +565,7 @@ def _noise_and_steps(
     if math.isinf(budget.epsilon):
         return asked.get("sigma", 0.0), asked.get("steps", values["steps"])
     if sigma == 0:
-        raise BudgetExceeded("--sigma 0 releases without noise, which no finite epsilon covers: use --epsilon inf")
+        raise BudgetExceeded("--sigma 0 adds no noise, so no finite epsilon holds: use --epsilon inf")
     if sigma is None:
         assert steps is not None
         return calibrate_sigma(sensitivity=sensitivity, steps=steps, **goal), steps
@@ -569,13 +578,13 @@ def _noise_and_steps(
     if steps is not None and steps > affordable:
         raise BudgetExceeded(
             f"{steps} steps at sigma {sigma:g} do not fit into {budget.describe(budget.epsilon)}, {affordable} do: "
-            "leave out --sigma or --steps to have it solved"
+            "leave out --sigma or --steps to have it solved for"
         )
     return sigma, steps or affordable
 
 
 def check_settings(values: dict[str, Any], schema: Schema) -> None:
-    """What no run can be done with; also asked when one goes on, since its config.json may have been edited."""
+    """Raise if the settings are invalid. Called for a resumed run, too, since its config.json may have been edited."""
     for name in ("basis_size", "teachers", "k", "steps", "teacher_steps", "batch", "latent"):
         if values[name] < 1:
             raise DatalensError(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
@@ -616,9 +625,16 @@ def learn(
     device: torch.device,
     start: dict[str, torch.Tensor] | None = None,
 ) -> Student:
-    """Algorithm 1. Stops at the last planned step, at the budget, or when a person asks; the state is kept.
+    """Run Algorithm 1 until the last planned step, until the budget is spent, or until interrupted; the state is kept.
 
-    `start`: weights of a generator made from released values, to refine instead of new ones.
+    Args:
+        crowd: all teachers.
+        mechanism: the gate.
+        device: of the student.
+        start: weights of a generator made from released values, to begin with instead of random ones.
+
+    Returns:
+        The student.
     """
     s, schema = settings, run.schema
     student = Student(
@@ -644,13 +660,13 @@ def learn(
     for step in run.steps(s.steps, student=student, teachers=crowd):
         fakes = student.generate(step)
         loss = crowd.fit_step(fakes, repeats=s.teacher_steps_first if step == 0 else s.teacher_steps)
-        noisy = run.journal.find(run.ledger, step=step)  # paid for before an interruption: not asked again
+        noisy = run.journal.find(run.ledger, step=step)  # charged and released before an interruption
         if noisy is None:
             votes = crowd.votes(fakes)
             try:
                 noisy = mechanism.release(votes, run.ledger, step=step)
             except BudgetExceeded:
-                break  # an interruption cost a release: the run ends with fewer steps, never over budget
+                break  # an interruption cost a release: the run ends with fewer steps, within the budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
         agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
@@ -659,26 +675,32 @@ def learn(
 
 
 def diagnose(student: Student, step: int, steps: int) -> dict[str, float]:
-    """Measure now and then whether the student heeds its labels, and warn half-way and at the end if it does not."""
+    """Measure at some steps whether the student's images depend on their labels; return what to log.
+
+    Warns half-way and at the end if they do not.
+    """
     due = {steps // 2, steps - 1}
     if step % classes.EVERY and step not in due:
         return {}
     spread = classes.spread_of(student.generator, seed=step)
-    wrong = classes.trouble(spread, classes=student.generator.architecture.classes)
-    if wrong and step in due and steps >= classes.FEWEST_STEPS:
-        say(f"warning: after {step + 1} of {steps} steps {wrong}")
+    trouble = classes.trouble(spread, classes=student.generator.architecture.classes)
+    if trouble and step in due and steps >= classes.FEWEST_STEPS:
+        say(f"warning: after {step + 1} of {steps} steps {trouble}")
     return {"between_classes": spread.between, "within_classes": spread.within}
 
 
 def shown_cosines(settings: TopAggSettings, schema: Schema) -> int:
-    """Those that teachers vote on; 0: the whole image, where they vote on all of it, or on too many to keep apart."""
+    """Return the number of cosines of the student's images: those that teachers vote on.
+
+    0: the whole image, where teachers vote on all of it, or on too many cosines to separate from the rest (`can_show`).
+    """
     s = settings
     some = s.basis == "dct" and s.basis_size < schema.dimensions and can_show(schema.shape, s.basis_size)
     return s.basis_size if some else 0
 
 
 def train(run: Run, shares: Shares, settings: TopAggSettings, place: Place) -> Generator:
-    """Open the noise, let teachers and student learn, and return the student's generator."""
+    """Open the noise, train teachers and student, and return the student's generator."""
     s = settings
     crowd = _crowd(run.schema, shares, s, place)
     with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells, seed=run.noise_seed) as noise:
@@ -691,7 +713,7 @@ def train(run: Run, shares: Shares, settings: TopAggSettings, place: Place) -> G
 
 
 def follow(schema: Schema, shares: Shares, settings: TopAggSettings, place: Place) -> None:
-    """On every rank but the first: do what that one says, with this rank's teachers."""
+    """Follow the orders of rank 0 with this rank's teachers; called on every other rank."""
     _crowd(schema, shares, settings, place).follow()
 
 
@@ -701,7 +723,7 @@ def _crowd(schema: Schema, shares: Shares, settings: TopAggSettings, place: Plac
 
 
 def gather(records: Records, settings: TopAggSettings, place: Place) -> Shares:
-    """Every record into exactly one share; this rank keeps those of its teachers, as the features they see."""
+    """Put every record into exactly one share; keep the shares of this rank's teachers, as the features they see."""
     s, schema, world = settings, records.schema, place.world or World()
     network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
     return Shares.gather(
@@ -710,14 +732,14 @@ def gather(records: Records, settings: TopAggSettings, place: Place) -> Shares:
 
 
 def share_rule(settings: TopAggSettings) -> Rule:
-    """Which teacher a record goes to."""
+    """Return the rule by which records are assigned to teachers."""
     return rule_named(settings.shares, teachers=settings.teachers, seed=settings.seed)
 
 
 def make_crowd(
     shares: Shares, settings: TopAggSettings, schema: Schema, *, world: World, folder: Path, chunk: int | None = None
 ) -> Crowd:
-    """The teachers of this rank, and the way to those of all ranks; states are kept in `folder`."""
+    """Return the teachers of all ranks, of which this rank trains its own; states are kept in `folder`."""
     s, mine = settings, make_teachers(shares, settings, schema, chunk=chunk)
     return Crowd(mine, make_compress(s), world=world, count=s.teachers, shape=(s.batch, *schema.shape), folder=folder)
 
@@ -736,7 +758,7 @@ def make_teachers(shares: Shares, settings: TopAggSettings, schema: Schema, *, c
 
 
 def seconds_a_step(settings: TopAggSettings, schema: Schema) -> float:
-    """Estimate from one timed step of a few teachers, on random images, what a step takes on this machine's CPU."""
+    """Estimate the time of a step on this machine's CPU, from one timed step of a few teachers on random images."""
     s, random = settings, torch.Generator().manual_seed(0)
     network = make_network(s, make_basis(s.basis, schema.shape, s.basis_size), len(schema.classes))
     chunk = plan_memory(s.teachers, *network.bytes_per_teacher(s.batch), torch.device("cpu")).chunk
@@ -759,12 +781,12 @@ def seconds_a_step(settings: TopAggSettings, schema: Schema) -> float:
         sum_bounded(teachers.rows(shown, compress, step=0))
         return time.perf_counter() - began
 
-    once(1)  # the first one pays for what libraries prepare
+    once(1)  # warms up the libraries
     return once(s.teacher_steps) * s.teachers / some.teachers
 
 
 def make_compress(settings: TopAggSettings) -> Callable[[Gradients], Contributions]:
-    """From a teacher's gradient to its row."""
+    """Return the function that turns teachers' gradients into their rows."""
     s = settings
     if s.compress not in COMPRESSORS:
         theirs = compressor(s.compress)[0]
@@ -784,7 +806,7 @@ def make_compress(settings: TopAggSettings) -> Callable[[Gradients], Contributio
 
 
 def make_decode(settings: TopAggSettings, schema: Schema) -> Decode:
-    """And from the released sum of rows back to a direction of the image."""
+    """Return the function that turns a released sum of rows into directions of the images."""
     s, unpack = settings, None
     if s.compress == "klevel":
         unpack = partial(Rotation(s.basis_size, s.seed).inverse, scale=1 / (s.levels - 1))

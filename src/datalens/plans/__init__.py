@@ -1,1 +1,1 @@
-"""What a run will do, decided by public facts alone."""
+"""Plans of runs, made from public facts alone."""

@@ -1,9 +1,9 @@
-"""A method, as everything outside `methods/` sees it: its settings, what they cost, and how they are described.
+"""The interface of a method: its settings, what they cost, and how they are described.
 
 A method is one file in `methods/`. It has settings (public, serialised into certificates), a plan that makes them from
-public facts, `gather` (what it keeps of records) and `train` (what it learns through the gate), put together in one
-`Method`; `registry.py` names the file. The driver, `verify`, reports and budgets ask the settings, and never for their
-class.
+public facts, `gather` (what it keeps of records) and `train` (what it learns through the gate). A `Method` puts these
+together, and `registry.py` names its file. The driver, `verify`, reports and budgets call the settings through the
+classes below; none of them depends on which method it is.
 """
 
 import dataclasses
@@ -47,28 +47,47 @@ if TYPE_CHECKING:
     from datalens.data.records import Dataset, Records
     from datalens.public.theorem6 import Suggestion
 
-# Of what settings hold: they are in the certificate, where a longer text or number would be room for something else.
+# Limits for the values of settings. Settings are in the certificate, where a longer text could smuggle other data out.
 MOST_SEED, MOST_TEXT = 2**62, 500
 NoiseOfVotes = Literal["discrete-gaussian", "gaussian", "discrete-laplace"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One kind of release of a run: what the ledger is charged for it, and how loud its noise is."""
+    """One kind of release of a run: what the ledger is charged for it, and how large its noise is.
+
+    Attributes:
+        name: for tables.
+        event: the charge, as of step 0.
+        sensitivity: how far one privacy unit can move the released value.
+        times: number of releases of this kind, if no interruption loses one.
+        cells: number of values in a release.
+        noise_to_signal: ratio of the noise to the quantity that `Settings.signal` names; for people.
+    """
 
     name: str
-    event: Charge  # at step 0
-    sensitivity: float  # how far one unit can move it
-    times: int  # how often, if no interruption loses one
-    cells: int  # numbers in one
-    noise_to_signal: float  # for a person, see `Settings.signal`
+    event: Charge
+    sensitivity: float
+    times: int
+    cells: int
+    noise_to_signal: float
 
 
 class Settings:
-    """Everything a run does, resolved and public: recorded in config.json and in the certificate.
+    """Everything that decides what a run does: public, and recorded in config.json and in the certificate.
 
-    A subclass is a frozen dataclass that declares the fields; their order is that of the JSON. What is asked of all
-    settings has an answer here that fits most methods.
+    A subclass is a frozen dataclass that declares the fields; the JSON has them in the same order. The defaults of the
+    methods below fit most subclasses.
+
+    Attributes:
+        steps: steps of the run, between which checkpoints may be written.
+        plugins: names the package that brings the method, or a part of it; "" if none does.
+        ZERO: fields of whole numbers that may be 0.
+        OMITTED: field → value at which it is left out of the JSON, since older certificates do not have it.
+        makes: what the run releases.
+        answers: whether answers are charged separately, so that the weights state how many there were.
+        one_part: whether no charge may name a part of the run.
+        charges_once: whether a step that an interruption lost is never charged again.
     """
 
     method: str
@@ -76,20 +95,20 @@ class Settings:
     seed: int
     noise_seeded: bool
     noise: str
-    steps: int  # of the run: checkpoints lie between them
+    steps: int
 
-    ZERO: ClassVar[tuple[str, ...]] = ()  # whole numbers that may be 0
-    OMITTED: ClassVar[dict[str, Any]] = {}  # field → value with which it is left out, as older certificates lack it
-    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "generator"  # what is released
-    answers: ClassVar[bool] = False  # whether answers are charged for apart, and the weights state how many there were
-    one_part: ClassVar[bool] = False  # whether no charge may name a part of the run
-    charges_once: ClassVar[bool] = False  # whether a step that an interruption lost is never charged again
-    plugins: str = ""  # where the method, or a part of it, is another package's: which
+    ZERO: ClassVar[tuple[str, ...]] = ()
+    OMITTED: ClassVar[dict[str, Any]] = {}
+    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "generator"
+    answers: ClassVar[bool] = False
+    one_part: ClassVar[bool] = False
+    charges_once: ClassVar[bool] = False
+    plugins: str = ""
 
-    # --- as JSON
+    # --- JSON
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON, without those that `OMITTED` leaves out."""
+        """Return the fields as JSON, except those that `OMITTED` leaves out."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload] # subclasses are dataclasses
         return {
             name: value for name, value in fields.items() if name not in self.OMITTED or value != self.OMITTED[name]
@@ -97,10 +116,10 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Return settings from JSON that anybody may have edited.
+        """Return settings from JSON, which anybody may have edited.
 
         Raises:
-            DatalensError: a field is missing, unknown, or of a value it cannot have.
+            DatalensError: a field is missing or unknown, or has a value that it cannot have.
         """
         return checked(cls, fields, zero=cls.ZERO)
 
@@ -108,68 +127,69 @@ class Settings:
 
     @property
     def origin(self) -> NoiseOrigin:
+        """Where the noise comes from, as events state it."""
         return "seeded" if self.noise_seeded else "operating-system"
 
     @property
     def one_charge(self) -> bool:
-        """Whether the charges are not one a step."""
+        """Whether charges do not correspond to steps one by one."""
         return False
 
     @property
     def least_records(self) -> int:
-        """How many records there must be for a run to make sense: the number of teachers, where there are some."""
+        """The least number of records that a run needs: the number of teachers, if there are any."""
         return int(getattr(self, "teachers", 1))
 
     @property
     def steps_planned(self) -> int:
-        """The most steps (blocks, releases of moments) that a run with these settings completes."""
+        """The number of steps (blocks, releases of moments) of a run that is not cut short."""
         return self.steps
 
     def check(self, schema: Schema) -> None:
-        """Raise DatalensError if no run can be done with these; asked on --resume too, as config.json may be edited."""
+        """Raise DatalensError if the settings are invalid. Called on --resume too: config.json may have been edited."""
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
-        """Return all that will be charged."""
+        """Return everything that a run will charge."""
         raise NotImplementedError
 
     def costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
-        """Return what each part costs, and how loud its noise will be beside what it says; its share is that of mu²."""
+        """Return a line for each part of the schedule (see `cost`). Its share of the budget is its share of mu²."""
         parts = self.schedule(schema, budget)
-        loud = [part.times * part.event.mu * part.event.mu for part in parts]
-        whole = sum(loud)
+        mu_squared = [part.times * part.event.mu * part.event.mu for part in parts]
+        total = sum(mu_squared)
         return [
             cost(
                 f"{part.times} × {part.name}",
-                1.0 if len(parts) == 1 else own / whole,
+                1.0 if len(parts) == 1 else part_mu_squared / total,
                 part.event.sigma,
                 part.sensitivity,
                 part.cells,
                 part.noise_to_signal,
             )
-            for part, own in zip(parts, loud, strict=True)
+            for part, part_mu_squared in zip(parts, mu_squared, strict=True)
         ]
 
     def steps_paid(self, events: Sequence[Charge]) -> int:
-        """Return the most steps that may have been completed with these charges.
+        """Return the largest number of steps that these charges can have paid for.
 
-        A step that an interruption lost is charged again under its own number, so numbers are counted once.
+        A step that an interruption lost is charged again under its own number, so every number counts once.
         """
         if self.one_charge:
             return self.steps if events else 0
         return unbroken({event.step for event in events})
 
     def answers_paid(self, events: Sequence[Charge]) -> int:
-        """Return the most queries that may have been answered with these charges, where answers are charged apart."""
+        """Return the largest number of answers these charges can have paid for, if answers are charged separately."""
         return 0
 
     # --- for `verify`
 
     def possible(self, event: Charge, schema: Schema, budget: Budget) -> bool:
-        """Whether a ledger may have been charged for this."""
+        """Return whether a run with these settings may charge this event."""
         return dataclasses.replace(event, step=0) in [part.event for part in self.schedule(schema, budget)]
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        """Return what is wrong with a ledger that is said to be of a run with these settings."""
+        """Compare a ledger with these settings, and return what contradicts them, a sentence each."""
         self.check(schema)
         charges = known(events)
         if not all(self.possible(event, schema, budget) for event in charges):
@@ -177,8 +197,8 @@ class Settings:
         if self.one_charge:
             return []
         names = sorted({event.part for event in charges})  # steps are numbered within a part of the run
-        found = [line for name in names for line in self._gaps(of_part(events, name))]
-        return list(dict.fromkeys(found))
+        problems = [line for name in names for line in self._gaps(of_part(events, name))]
+        return list(dict.fromkeys(problems))
 
     def _gaps(self, charges: Sequence[Charge]) -> list[str]:
         if all(isinstance(event, SubsampledGaussianEvent) for event in charges):
@@ -186,96 +206,97 @@ class Settings:
         return [] if self.plugins else gaps({event.step for event in charges}, self.steps)
 
     def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
-        """Return all that a run may charge, of whose price `verify` makes sure that it fits into the budget.
+        """Return everything that a run may charge: pairs (event, times). `verify` checks that it fits into the budget.
 
         Args:
-            charged: what the ledger has, already compared with these settings.
+            charged: the ledger's charges, already compared with these settings.
         """
         return [(part.event, part.times) for part in self.schedule(schema, budget)]
 
     def wrong_weights(self, model: Any, events: Sequence[Charge]) -> list[str]:
-        """Return what is wrong with weights that are said to be of a run with these settings, besides their kind."""
+        """Compare released weights with these settings, and return what contradicts them. (Their kind was checked.)"""
         return []
 
-    # --- for people
+    # --- texts
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
-        """Return the certificate's `name` and `sensitivity`."""
+        """Return the certificate's texts `name` and `sensitivity` of the mechanism."""
         raise NotImplementedError
 
     def mechanism_for(self, budget: Budget, *, by_person: bool) -> dict[str, str]:
-        """Return the same where persons are protected."""
+        """Return the same texts; with `by_person`, for persons as privacy units."""
         said = self.mechanism_said(budget)
         return {name: text.replace("one record", "one person") if by_person else text for name, text in said.items()}
 
     def noise_said(self) -> str:
+        """Return the certificate's text about how noise is represented."""
         return "floating point (see docs/privacy.md)"
 
     def price_said(self) -> str:
-        """By which theorem noise of this kind is paid for."""
+        """Return the certificate's text about how noise of this kind is priced."""
         return "as Gaussian noise of variance sigma²"
 
     def said(self) -> str:
-        """What is about to be done, in a line."""
+        """Return one line about what the run will do, for the terminal."""
         return f"{self.steps} steps"
 
     def opening(self, schema: Schema, budget: Budget) -> str:
-        """The first line of a run, without its budget."""
+        """Return the first line of a run, to which the driver adds the budget."""
         return f"{self.method} [{self.preset}] on {schema.name}: {self.said()}"
 
     def planned_as(self) -> str:
-        """How a plan says it, in a few words."""
+        """Return a few words about what the run will do, for `datalens plan`."""
         return self.said()
 
     @property
     def step_name(self) -> str:
-        """What a step is called when a run ends."""
+        """What steps are called in the last line of a run."""
         return "steps"
 
     @property
     def one_process(self) -> str:
-        """Why several processes cannot share the work, where they cannot."""
+        """The error message for several processes, of a method that runs in one."""
         return f"--method {self.method} runs in one process: leave torchrun out"
 
     @property
     def signal(self) -> str:
-        """What the noise is compared with in a plan."""
-        return "sigma by the longest row"
+        """What `noise_to_signal` is the ratio of."""
+        return "sigma / the largest norm of a row"
 
     def release_name(self, event: Charge) -> str | None:
-        """Return the report's name of a release; None: the name of its kind."""
+        """Return the report's name for a release; None: the name of its kind."""
         return None
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
-        """What will I get for this ε? Where nothing is known, the table of noise is all there is to say."""
+        """Return sentences about the images that this budget will give, as far as that can be predicted."""
         return []
 
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
-        """Return what an owner should hear of these settings before a run."""
+        """Return warnings about these settings, for the owner to read before a run."""
         return []
 
     def refusal(self, schema: Schema, budget: Budget) -> str | None:
-        """Return why nothing can come of a run, even if all records were of one class; None where something may."""
+        """Return why a run cannot succeed, even if all records were of one class; None if it may."""
         return None
 
     def suggestion(self) -> "Suggestion | None":
-        """Return the k that Theorem 6 is smallest for, where teachers vote with their top k."""
+        """Return the k that minimises the bound of Theorem 6, if teachers vote with their top k."""
         return None
 
     def seconds(self, schema: Schema) -> float | None:
-        """Return how long training will take on this machine's CPU, where that can be estimated."""
+        """Return an estimate of how long training takes on this machine's CPU, if there is one."""
         return None
 
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Return what `--json` says of a run besides what it says of all."""
+        """Return the facts that `--json` prints about runs of this method, besides those about all runs."""
         return {"warm_start": "off", "sigma": getattr(self, "sigma", None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(Settings):
-    """The fields that most methods have in common, and begin with.
+    """The fields that most methods have in common. They come first.
 
-    The schedule is fixed before the first record is read: `verify` compares every charge of the ledger with it.
+    The schedule is fixed before training: `verify` compares every charge of the ledger with it.
     """
 
     OMITTED: ClassVar[dict[str, Any]] = {"plugins": ""}
@@ -291,22 +312,34 @@ class StepSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run is done; nothing of it changes a result."""
+    """Where a run takes place. None of this changes a result.
+
+    Attributes:
+        folder: of the run.
+        world: all ranks, a `run.ranks.World`; None: this process alone.
+        options: all options that were given; some name files.
+        held_out: reads the test split, for the owner: what is measured on it is not covered by ε.
+    """
 
     device: "torch.device"
-    folder: Path  # of the run
-    world: Any = None  # a `run.ranks.World`: all ranks; None: this process alone
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that was given: where files lie
-    held_out: "Callable[[], Dataset] | None" = None  # reads the test split, for the owner: not covered by ε
+    folder: Path
+    world: Any = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    held_out: "Callable[[], Dataset] | None" = None
 
     @property
     def chunk(self) -> int | None:
-        """Return how many teachers to work on at a time; None: as many as fit."""
+        """Number of teachers to work on at a time; None: as many as fit."""
         return self.options.get("chunk")
 
 
 class Gathered(Protocol):
-    """What a method keeps of records. Private."""
+    """What a method keeps of records; private.
+
+    Attributes:
+        count: number of records.
+        fingerprint: a hash of all records; those of several ranks add up to that of the whole data set.
+    """
 
     @property
     def count(self) -> int: ...
@@ -317,22 +350,22 @@ class Gathered(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: `registry.METHODS` has its name, and where to find this.
+    """A method. `registry.METHODS` maps its name to the place of this object.
 
     Attributes:
-        options: a frozen dataclass of the options that this method has and not every method; its fields are its part
-            of the command line, each with a default and a docstring. None stands for the preset's value.
-        settings: what it does, as certificates have it.
+        settings: the class of its settings, which certificates contain.
         plan: (request, schema, budget) → settings, from public facts alone.
         gather: (records, settings, place) → what training needs of the records.
         train: (`run.folder.Run`, gathered, settings, place) → the model to release. It stops at the last planned
-            step, at the budget, or when a person asks.
-        follow: (schema, gathered, settings, place), on ranks 1, 2, …; None: it runs in one process.
-        presets: the first one is taken unless another is asked for.
-        accountant: unless another is asked for.
+            step, when the budget is spent, or when it is interrupted.
+        follow: (schema, gathered, settings, place), called on ranks 1, 2, …; None: the method runs in one process.
+        options: a frozen dataclass of the method's own options, beside those that every method takes. Its fields become
+            options of the command line; each needs a default and a docstring. None stands for the preset's value.
+        presets: names of its presets; the first is the default.
+        accountant: its default accountant.
         command: the command that runs it.
         persons: whether it can protect a person with all of their images.
-        teachers: whether records are shared out to teachers.
+        teachers: whether each record belongs to one of several teachers.
     """
 
     settings: type[Settings]
@@ -353,10 +386,10 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked of a method, as its plan sees it: public facts.
+    """The public facts that a method's plan gets, besides schema and budget.
 
     Attributes:
-        options: an instance of the method's own `options`.
+        options: an instance of the method's `options`.
     """
 
     method: str
@@ -370,7 +403,11 @@ Own = TypeVar("Own")
 
 
 def read_options(kind: type[Own], given: Mapping[str, Any]) -> Own:
-    """Return a method's own options, of which these were given by name.
+    """Return a method's own options, with the given values.
+
+    Args:
+        kind: the method's `options`.
+        given: name → value; the other options keep their defaults.
 
     Raises:
         DatalensError: there is no such option, or it cannot have this value.
@@ -384,7 +421,7 @@ def read_options(kind: type[Own], given: Mapping[str, Any]) -> Own:
 
 
 def common(request: Request) -> dict[str, Any]:
-    """Return the settings that every method has, as they were asked for."""
+    """Return the settings that every method has, from the request."""
     return {
         "method": request.method,
         "preset": request.preset,
@@ -394,7 +431,11 @@ def common(request: Request) -> dict[str, Any]:
 
 
 def asked(options: Any, *names: str) -> dict[str, Any]:
-    """Return those of these options that were given, checked for being sizes at all."""
+    """Return those of the named options that were given.
+
+    Raises:
+        DatalensError: a whole number is less than 1, or a number is negative or not finite.
+    """
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name, value in given.items():
         least = 0 if isinstance(value, float) else 1
@@ -404,13 +445,13 @@ def asked(options: Any, *names: str) -> dict[str, Any]:
 
 
 def check_seed(seed: int) -> None:
-    """Raise if no certificate could be read that states this seed."""
+    """Raise if a certificate with this seed could not be read again."""
     if not -MOST_SEED <= seed < MOST_SEED:
         raise DatalensError("--seed has too many digits: give a whole number from -2^62 to 2^62")
 
 
 def check_exact_noise(request: Request) -> None:
-    """Raise if exact noise is asked for, and cannot be had."""
+    """Raise if exact noise is requested and not available."""
     if request.options.noise == "discrete-gaussian" and request.noise_seed is not None:
         raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
     if request.options.noise == "discrete-gaussian" and not opendp_installed():
@@ -418,12 +459,12 @@ def check_exact_noise(request: Request) -> None:
 
 
 def can_be_exact(request: Request) -> bool:
-    """Return whether exact noise can be had: it is OpenDP's, and has no seed."""
+    """Return whether exact noise is available: it comes from OpenDP, and cannot be seeded."""
     return request.noise_seed is None and opendp_installed()
 
 
 def whole_number_law(request: Request, budget: Budget) -> NoiseName:
-    """Return the kind of noise on sums of whole numbers: exact wherever it can be had."""
+    """Return the kind of noise for sums of whole numbers: the requested one, else exact noise if it is available."""
     check_exact_noise(request)
     if math.isinf(budget.epsilon):
         return "gaussian"  # of width 0
@@ -432,7 +473,11 @@ def whole_number_law(request: Request, budget: Budget) -> NoiseName:
 
 
 def law_said(settings: Settings, *, real: bool = False) -> str:
-    """Which noise, for a person; and why not the exact one, where that could be had. `real`: sums are real numbers."""
+    """Return a description of the noise; and why it is not exact, if it could be.
+
+    Args:
+        real: whether sums are real numbers, for which there is no exact noise.
+    """
     if settings.noise == "discrete-gaussian":
         return "exact discrete Gaussian noise"
     kind = "floating-point Gaussian noise" if real else "rounded Gaussian noise"
@@ -441,14 +486,27 @@ def law_said(settings: Settings, *, real: bool = False) -> str:
 
 
 def gaussian_event(law: str, facts: dict[str, Any]) -> GaussianEvent:
-    """The event of one release with noise of this law; `facts` has `coordinates`, which only exact noise is told."""
+    """Return the event of one release with noise of this kind.
+
+    Args:
+        facts: fields of the event. `coordinates` among them is used for exact noise only.
+    """
     if law == "discrete-gaussian":
         return DiscreteGaussianEvent(**facts)
     return GaussianEvent(**{name: value for name, value in facts.items() if name != "coordinates"})
 
 
 def cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, relative: float) -> dict[str, Any]:
-    """A line of a plan's table."""
+    """Return one line of a plan's table.
+
+    Args:
+        name: of the release.
+        part: its share of the budget.
+        sigma: standard deviation of its noise.
+        sensitivity: how far one privacy unit can move it.
+        cells: number of values in it.
+        relative: noise-to-signal ratio (see `Settings.signal`).
+    """
     return {
         "release": name,
         "share": part,
@@ -463,23 +521,26 @@ def cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, r
 
 
 def known(events: Sequence[Event]) -> list[Charge]:
-    """The events that this version can price."""
+    """Return the events that this version can price."""
     return [event for event in events if not isinstance(event, UnknownEvent)]
 
 
 def unbroken(numbers: set[int]) -> int:
-    """Return the first whole number, from 0 on, that is missing."""
+    """Return the smallest whole number from 0 on that is not among these."""
     return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
 def gaps(steps: set[int], planned: int) -> list[str]:
-    """Steps are charged one after the other, and none that was not planned; one that was lost is charged again."""
-    whole = unbroken(steps) == len(steps) <= planned
-    return [] if whole else ["the ledger has gaps, or more steps than the settings state"]
+    """Return a problem unless the charged steps are 0, 1, 2, … and at most as many as planned.
+
+    A step that an interruption lost is charged again under the same number.
+    """
+    complete = unbroken(steps) == len(steps) <= planned
+    return [] if complete else ["the ledger has gaps, or more steps than the settings state"]
 
 
 def gaps_of_blocks(events: Sequence[SubsampledGaussianEvent]) -> list[str]:
-    """Blocks of sampled steps are charged one after the other, each beginning where the last one ended."""
+    """Return a problem unless every block of sampled steps begins where the one before it ended."""
     steps = [event.step for event in events]
     begins = [sum(event.repeats for event in events[:number]) for number in range(len(events))]
     return [] if steps == begins else ["the ledger has gaps: a block of steps does not begin where the last one ended"]
@@ -489,11 +550,18 @@ def gaps_of_blocks(events: Sequence[SubsampledGaussianEvent]) -> list[str]:
 
 
 def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = ()) -> Any:
-    """From JSON, which anybody may have edited: what does not fit is said here, not found out in mid-run."""
+    """Return settings of class `cls` from JSON, which anybody may have edited.
+
+    Args:
+        zero: fields of whole numbers that may be 0.
+
+    Raises:
+        DatalensError: a field is missing or unknown, or has a value that it cannot have.
+    """
     try:
         settings = cls(**fields)
     except TypeError as error:
-        raise DatalensError(f"these settings are not of this version of datalens: {error}") from error
+        raise DatalensError(f"these settings are not those of this version of datalens: {error}") from error
     kinds = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, kind = field.name, kinds[field.name]
@@ -505,7 +573,7 @@ def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = (
 
 
 def _fits(value: Any, kind: Any, *, smallest: int | None) -> bool:
-    """Whether a value read from JSON is one of the field's type, and of a size that means something."""
+    """Return whether a value read from JSON has the field's type, and a valid size."""
     if kind is int:
         return type(value) is int and (-MOST_SEED if smallest is None else smallest) <= value < MOST_SEED
     if kind is float:

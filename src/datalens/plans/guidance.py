@@ -1,4 +1,4 @@
-"""What an owner should hear before a run, whatever its method: from public facts alone, before a record is read."""
+"""Warnings for the owner of the data, whatever the method. All but `nothing_stands_out` need public facts alone."""
 
 import math
 
@@ -6,23 +6,23 @@ from datalens.data.schema import Schema
 from datalens.plans.base import Settings
 from datalens.privacy.ledger import Budget, Ledger
 
-SMALL_SHARE = 5  # records: a teacher that has seen no more knows hardly anything
+SMALL_SHARE = 5  # records: a teacher learns hardly anything from fewer
 
 
 def warnings(budget: Budget, schema: Schema, settings: Settings) -> list[str]:
-    """Return warnings: budgets that promise little, shares that teach little, and what the method has to say."""
-    found = []
+    """Return warnings about weak budgets and about shares that are too small, and those of the method."""
+    lines = []
     teachers = getattr(settings, "teachers", 0)
     if schema.nominal_size < SMALL_SHARE * teachers:
-        found.append(
+        lines.append(
             f"{teachers} teachers have shares of about {schema.nominal_size / teachers:.1f} records each, which is too "
             f"few to learn from; choose --teachers under {max(1, schema.nominal_size // SMALL_SHARE)}"
         )
-    return found + budget_warnings(budget, schema.nominal_size) + settings.warnings(schema, budget)
+    return lines + budget_warnings(budget, schema.nominal_size) + settings.warnings(schema, budget)
 
 
 def nothing_stands_out(schema: Schema, ledger: Ledger) -> str:
-    """For the end of a run whose first releases found no class: they are paid for, and it goes no further."""
+    """Return the error message for a run that ends because its first releases, already charged, show no class."""
     spent = ledger.budget.describe(ledger.spent())
     return (
         f"no class of {schema.name} stands out of the noise, and this run ends here; {spent} is spent. Begin another "
@@ -31,25 +31,25 @@ def nothing_stands_out(schema: Schema, ledger: Ledger) -> str:
 
 
 def read_off_warnings(schema: Schema) -> list[str]:
-    """What no noise protects, since it was read off the data and goes into the release as it is."""
+    """Return a warning about facts that were read off the data: the release states them, and no noise protects them."""
     if not schema.read_off:
         return []
     return [
-        f"read off the data of {schema.name}, and so declared public: {schema.given}. One record can decide it: the "
-        "only one of its class gives itself away. The guarantee holds given that this is public; to declare it without "
-        "a look at the data, say classes= and nominal_size= in Python, or --classes, --image-size and --grayscale "
-        "(docs/data.md)"
+        f"read off the data of {schema.name}, and so declared public: {schema.given}. A single record can change this: "
+        "the only record of a class reveals itself by the name of the class. The guarantee holds only if these facts "
+        "may be public. To declare them without reading the data, pass classes= and nominal_size= in Python, or "
+        "--classes, --image-size and --grayscale (docs/data.md)"
     ]
 
 
 def budget_warnings(budget: Budget, nominal_size: int) -> list[str]:
-    """Of promises that are worth little."""
-    found = []
+    """Return warnings about budgets that guarantee little."""
+    lines = []
     if budget.delta * nominal_size > 1:
-        found.append(
-            f"delta {budget.delta:g} is more than 1 / {nominal_size} records: it would cover giving some records away "
-            "whole; choose --delta well under that"
+        lines.append(
+            f"delta {budget.delta:g} is more than 1 / {nominal_size} records: a mechanism that publishes some records "
+            "unchanged would satisfy it; choose --delta well under that"
         )
     if 10 < budget.epsilon < math.inf:
-        found.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
-    return found
+        lines.append(f"epsilon {budget.epsilon:g} is more than 10: the guarantee is weak; choose a smaller --epsilon")
+    return lines

@@ -1,7 +1,7 @@
-"""The methods that there are, by name. To add one: its file in `methods/`, and its line here.
+"""The registry of methods. To add one, write its file in `methods/`, and add its line here.
 
-A method's file is loaded when it is first asked for, by name: `verify` needs its settings, and nothing that touches
-records is run by that.
+A method's file is imported when the method is first used. `verify` imports it for the settings; nothing that touches
+records runs then.
 """
 
 import dataclasses
@@ -28,26 +28,26 @@ METHODS = {
     "gpate": "datalens.methods.gpate:METHOD",
     "sgd": "datalens.methods.sgd:METHOD",  # `datalens sgd`; its settings say "dpsgd"
 }
-HIDDEN = ("topagg", "sgd")  # what `--method` does not take: other words stand for them
+HIDDEN = ("topagg", "sgd")  # not accepted by `--method`: they have other spellings
 
 
 def names() -> tuple[str, ...]:
-    """Return what `--method` takes, of ours."""
+    """Return the built-in names that `--method` accepts."""
     return tuple(name for name in METHODS if name not in HIDDEN)
 
 
 def method_named(name: str) -> Method:
-    """Return one of ours, or another package's.
+    """Return a built-in method, or another package's.
 
     Raises:
         DatalensError: there is none of this name.
     """
     if name in METHODS:
-        found: Method = _load(METHODS[name])
-        return found
+        method: Method = _load(METHODS[name])
+        return method
     plugin = named("methods", name, ours=names())
     if not isinstance(plugin.value, Method):
-        raise DatalensError(f"--method {name} of {plugin.owner} is no datalens.plans.base.Method")
+        raise DatalensError(f"--method {name} of {plugin.owner} is not a datalens.plans.base.Method")
     return plugin.value
 
 
@@ -57,10 +57,14 @@ def _load(place: str) -> Any:
 
 
 def read_settings(fields: Any) -> Settings:
-    """Return settings from JSON, of whichever method."""
+    """Return settings from JSON, whichever method they are of.
+
+    Raises:
+        DatalensError: they name no known method, or do not fit it.
+    """
     method = fields.get("method") if isinstance(fields, dict) else None
     if not isinstance(method, str):
-        raise DatalensError("these settings are not of this version of datalens: they name no method")
+        raise DatalensError("these settings are not those of this version of datalens: they name no method")
     return method_named(_registered(method, warm="warm_start" in fields)).settings.from_dict(fields)
 
 
@@ -70,21 +74,25 @@ def method_of(settings: Settings) -> Method:
 
 
 def _registered(name: str, *, warm: bool) -> str:
-    """Return the registered name of a method that settings name."""
+    """Return the registered name of the method that settings name. `warm`: whether they have a field warm_start."""
     if name == "dpsgd":
         return "sgd"
     return "topagg" if name == "datalens" and not warm else name
 
 
 def options_of(method: str) -> frozenset[str]:
-    """Return the names of a method's own options; `method` as `METHODS` or a plug-in names it."""
+    """Return the names of a method's own options. `method`: a key of `METHODS`, or the name of a plug-in."""
     return frozenset(field.name for field in dataclasses.fields(method_named(method).options))
 
 
 def chosen(options: TrainOptions) -> str:
-    """Return the registered name of what was asked for.
+    """Return the registered name of the method that the options choose.
 
-    `datalens` is private moments; or TopAgg, where that or something about teachers is asked for.
+    `--method datalens` means private moments ("datalens"), unless `--warm-start off`, a preset of TopAgg or an option
+    about teachers chooses TopAgg ("topagg").
+
+    Raises:
+        DatalensError: options contradict each other.
     """
     start, default = options.own.get("warm_start"), options.preset in (None, "default")
     if start == "moments" and (options.method != "datalens" or not default):
@@ -96,30 +104,38 @@ def chosen(options: TrainOptions) -> str:
     images = next((name for name in options.own if name in moments - topagg), None)
     if start == "moments" and teachers:
         raise DatalensError(
-            f"{flag(teachers)} is about teachers, which --warm-start moments has none of: leave one out"
+            f"{flag(teachers)} is about teachers, and --warm-start moments has none: leave one of the two out"
         )
-    topagg_asked = start == "off" or not default or teachers is not None
-    if images and topagg_asked:
+    is_topagg = start == "off" or not default or teachers is not None
+    if images and is_topagg:
         raise DatalensError(
-            f"{flag(images)} is about private moments, which this run does not start from: leave it out, or what "
-            "speaks of teachers"
+            f"{flag(images)} is about private moments, which a run with teachers does not use: leave it out, or leave "
+            "out the options about teachers"
         )
-    return "topagg" if topagg_asked else "datalens"
+    return "topagg" if is_topagg else "datalens"
 
 
 def flag(name: str) -> str:
-    """Return an option as it is typed."""
+    """Return an option as it is typed on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
-    """Fix the budget and every setting before training, from public facts: no record is touched here.
+    """Fix the budget and every setting before training, from public facts alone.
+
+    Args:
+        options: what was asked for.
+        schema: the public facts about the data.
+
+    Returns:
+        The budget, and the settings of the chosen method.
 
     Raises:
-        DatalensError: nothing of the kind can be planned.
+        DatalensError: the options contradict each other, or do not fit the data.
+        BudgetExceeded: the budget does not cover what was asked for.
     """
     if options.method not in METHODS:
-        named("methods", options.method, ours=names())  # or what there is
+        named("methods", options.method, ours=names())  # raises if there is no such plug-in
     if options.method == "topagg":
         raise DatalensError("--method topagg is --method datalens --warm-start off")
     name = chosen(options)
@@ -128,8 +144,9 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
         _check_persons(options, method)
     budget = _budget(options, method)
     own = _own(options, name, method)
-    alone = options.method == "datalens" and options.preset == "topagg"  # `chosen` has heard what it says
-    preset = method.presets[0] if alone or options.preset is None else options.preset
+    # `--preset topagg` chose the method (see `chosen`), and is not a preset of that.
+    names_method = options.method == "datalens" and options.preset == "topagg"
+    preset = method.presets[0] if names_method or options.preset is None else options.preset
     if preset not in method.presets:
         raise DatalensError(f"--preset {preset} is unknown to {options.method}: choose {' or '.join(method.presets)}")
     request = Request(
@@ -144,7 +161,7 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
 
 
 def _own(options: TrainOptions, name: str, method: Method) -> Any:
-    """Return the method's own options, or raise if one is given that it would ignore."""
+    """Return the method's own options; raise if an option is given that the method does not have."""
     known = options_of(name)
     for given in options.own:
         if given not in known:
@@ -153,18 +170,18 @@ def _own(options: TrainOptions, name: str, method: Method) -> Any:
 
 
 def unknown(option: str, method: str) -> str:
-    """Return what to say of an option that this method does not have."""
+    """Return the error message for an option that this method does not have."""
     owners = [other for other in METHODS if option in options_of(other)]
-    called = {"datalens": "private moments", "topagg": "--warm-start off", "sgd": "`datalens sgd`"}
-    belongs = ", ".join(called.get(owner, f"--method {owner}") for owner in owners[:3])
-    shown = f"`datalens train --method {method} --help` shows what it takes"
+    spellings = {"datalens": "private moments", "topagg": "--warm-start off", "sgd": "`datalens sgd`"}
+    belongs = ", ".join(spellings.get(owner, f"--method {owner}") for owner in owners[:3])
+    help_hint = f"`datalens train --method {method} --help` shows its options"
     if not owners:
-        return f"there is no option {flag(option)}; {shown}"
-    return f"{flag(option)} means nothing to --method {method}: it belongs to {belongs}; {shown}"
+        return f"there is no option {flag(option)}; {help_hint}"
+    return f"{flag(option)} is not an option of --method {method}: it belongs to {belongs}; {help_hint}"
 
 
 def _check_persons(options: TrainOptions, method: Method) -> None:
-    """Raise if a person with all of their images cannot be protected."""
+    """Raise if the method cannot protect a person with all of their images."""
     if not method.persons:
         raise DatalensError(
             f"--method {options.method} protects single images, not persons: leave --record-id out, or use --method "
@@ -172,13 +189,13 @@ def _check_persons(options: TrainOptions, method: Method) -> None:
         )
     if method.teachers and options.relation == "replace-one":
         raise DatalensError(
-            "--relation replace-one gives teachers their shares by position, which the images of a person do not have "
-            "in common: leave it out, or leave --record-id out"
+            "--relation replace-one shares records out to teachers by position, so the images of a person would reach "
+            "several teachers: leave it out, or leave --record-id out"
         )
 
 
 def _budget(options: TrainOptions, method: Method) -> Budget:
-    """The budget; and what no plan can be made with."""
+    """Return the budget; raise if a shared option has an invalid value."""
     check_epsilon(options.epsilon)
     budget = Budget(
         epsilon=options.epsilon,

@@ -1,1 +1,1 @@
-"""A run: its folder, its ranks, its place in a budget, and what is shown of it."""
+"""A run: its folder, its ranks, its reservation in a budget, and its progress on the terminal."""

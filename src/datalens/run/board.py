@@ -1,4 +1,4 @@
-"""TensorBoard logs of a run, in its folder. For the owner: losses and the like are not covered by ε."""
+"""TensorBoard logs of a run, in its folder. For the owner only: losses and the like are not covered by ε."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from datalens.released.generator import Generator
 
 FOLDER = "tensorboard"
-PICTURES = 10  # on the way
+PICTURES = 10  # number of grids of images during a run
 
 
 class Board:
-    """Scalars and grids of synthetic images, a file a start of the run."""
+    """Writes scalars and grids of synthetic images; each start of the run begins a new file."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
@@ -31,7 +31,7 @@ class Board:
             self._writer.add_scalar(name, value, step)
 
     def generator(self, step: int, generator: "Generator") -> None:
-        """What it makes now, ten images a class; training goes on as if nobody had looked."""
+        """Write ten images of each class. The generator's mode and the random streams of training do not change."""
         import torch
 
         classes = min(10, generator.architecture.classes)
@@ -47,7 +47,7 @@ class Board:
             self.picture(step, np.asarray(image))
 
     def picture(self, step: int, pixels: Any) -> None:
-        """[h, w] or [h, w, c], of bytes."""
+        """Write a picture: uint8 [h, w] or [h, w, c]."""
         self._writer.add_image("synthetic images", pixels, step, dataformats="HWC" if pixels.ndim == 3 else "HW")
 
     def close(self) -> None:
@@ -60,16 +60,16 @@ class Board:
 
 
 def writer_class() -> Any:
-    """torch's, which needs the package tensorboard."""
+    """Return torch's writer class; raise if the package tensorboard, which it needs, is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise DatalensError(
-            "--tensorboard needs the extra of that name: pip install 'datalens[tensorboard]', or leave the option out"
+            "--tensorboard needs the package tensorboard: pip install 'datalens[tensorboard]', or leave the option out"
         ) from error
     return SummaryWriter
 
 
 def is_due(step: int, count: int) -> bool:
-    """After which of the steps pictures are drawn."""
+    """Return whether a picture is drawn after this step."""
     return step == count or step % max(1, count // PICTURES) == 0

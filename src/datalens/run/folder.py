@@ -1,16 +1,16 @@
-"""A run directory: everything about one training run, and in it `release/`, the part that may leave.
+"""A run folder: everything about one training run. Its subfolder `release/` may be handed on.
 
-All but `release/` is private: folders have mode 0700, files 0600.
+Everything but `release/` is private: folders have mode 0700, files 0600.
 
-config.json      what was asked for and what is done
-ledger.jsonl     every charge, durable before its noise was used
-metrics.jsonl    for the owner: losses and the like are not covered by ε
-checkpoints/     teachers, a file a rank, and `latest`: the student, the step and which files belong to it
-                 (teachers are made of records: whoever has them has something of every record)
+config.json      options and settings
+ledger.jsonl     every charge, durable before its noise is used
+metrics.jsonl    for the owner: losses and the like, not covered by ε
+checkpoints/     teachers, a file for each rank; and `latest`: the student, the step and the names of those files
+                 (teachers are trained on records, so whoever has them learns something about every record)
 journal/         released values since the last checkpoint
-tensorboard/     for the owner: the same for TensorBoard, where it was asked for
+tensorboard/     for the owner: logs for TensorBoard, on request
 owner.html       for the owner: written by `datalens report`
-release/         generator, certificate, a copy of the ledger, a picture, a page
+release/         generator, certificate, a copy of the ledger, a picture, a report
 """
 
 import contextlib
@@ -41,18 +41,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKPOINT_SECONDS = 20.0
-# Past this size the journal, where a method keeps one, carries a resumed run: replaying is cheaper than writing.
+# Larger states are not written if the method keeps a journal: replaying the journal is cheaper than writing.
 CHECKPOINT_BYTES = 4 * 2**30
 
 
 class Stateful(Protocol):
+    """What a checkpoint can save and restore."""
+
     def state(self) -> "dict[str, Tensor]": ...
 
     def load_state(self, state: "dict[str, Tensor]") -> None: ...
 
 
 class Spread(Protocol):
-    """Teachers, on whichever ranks they are (see `run.remote_teachers.Crowd`)."""
+    """The teachers of all ranks (see `run.remote_teachers.Crowd`)."""
 
     def state_bytes(self) -> int: ...
 
@@ -62,7 +64,7 @@ class Spread(Protocol):
 
 
 class Alone:
-    """What is not the student's, where there is one process: one file a checkpoint."""
+    """State other than the student's, in a run with one process: one file for each checkpoint."""
 
     def __init__(self, what: Stateful, folder: Path) -> None:
         self._what = what
@@ -86,7 +88,7 @@ class Alone:
 
 
 class NoTeachers:
-    """Stands for the teachers of a method that has none: all of its state is the student's."""
+    """The teachers of a method without teachers, whose whole state is the student's."""
 
     def state_bytes(self) -> int:
         return 0
@@ -99,7 +101,15 @@ class NoTeachers:
 
 
 class Run:
-    """An open, locked run directory. One process at a time; the lock goes with the process."""
+    """An open run folder, locked for this process until it ends.
+
+    Attributes:
+        interrupted: whether the run was asked to stop before its last step.
+        completed: number of steps that the student has learned from.
+        answered: number of answered queries, if the method charges for answers.
+        lost: number of charges that interruptions lost, if steps do not tell it.
+        facts: what `--json` prints besides the facts about all runs.
+    """
 
     def __init__(self, path: Path, config: dict[str, Any], lock: IO[bytes]) -> None:
         self.path = path
@@ -107,10 +117,10 @@ class Run:
         self.settings = read_settings(config["settings"])
         self.schema = Schema.from_dict(config["schema"])
         self.interrupted = False
-        self.completed = 0  # steps the student has learned from
-        self.answered: int | None = None  # queries, where a method charges for those that are answered
-        self.lost: int | None = None  # charges that an interruption lost, where these are not counted by steps
-        self.facts: dict[str, Any] = {}  # what `--json` says besides what all runs say
+        self.completed = 0
+        self.answered: int | None = None
+        self.lost: int | None = None
+        self.facts: dict[str, Any] = {}
         self._lock = lock
         self._view: live.View | None = None
         self._board: Board | None = None
@@ -136,10 +146,18 @@ class Run:
         launch: str | None = None,
         data_budget: "Callable[[], dict[str, str] | None] | None" = None,
     ) -> "Run":
-        """A new directory, written whole beside its place and then moved there; nothing existing is touched.
+        """Create a run folder and open it. It is written completely beside its place, and then moved there.
 
-        `launch`: which call of torchrun began it (see `run.ranks.launch`). `data_budget` sets this run aside (see
-        `reservation.begin`): asked last, when all else that can fail has not.
+        Args:
+            path: the folder, which must not exist yet, or be empty.
+            options: what config.json keeps of the options.
+            data_sha256: fingerprint of all records.
+            launch: the call of torchrun that began it (see `run.ranks.launch`).
+            data_budget: makes the reservation in the budget of the data set (see `reservation.begin`), and returns what
+                config.json keeps of it. Called last, after everything else that can fail.
+
+        Raises:
+            DatalensError: there is something in `path`, or no room in the budget.
         """
         check_vacant(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +188,11 @@ class Run:
 
     @classmethod
     def resume(cls, path: Path) -> "Run":
-        """Open a run that is to go on from what it has learned."""
+        """Open a run to continue it from what it has learned.
+
+        Raises:
+            DatalensError: it cannot be opened (see `open`), or nothing of what it learned is left.
+        """
         run = cls.open(path)
         try:
             check_kept(path, ledger=run.ledger, journal=run.journal, checkpoint=path / "checkpoints" / LATEST)
@@ -181,6 +203,11 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> "Run":
+        """Open and lock a run folder.
+
+        Raises:
+            DatalensError: it is not a run folder, damaged, or locked by another process.
+        """
         check_text(path)
         config = read_config(path)
         lock = open(path / "lock", "wb", opener=for_the_owner)  # noqa: SIM115
@@ -199,7 +226,10 @@ class Run:
 
     @property
     def noise_seed(self) -> int | None:
-        """None: noise of the operating system's. A seed moves on with every charge, so that no noise comes twice."""
+        """Seed of the next noise; None: noise comes from the operating system.
+
+        It changes with every charge, so that no noise is used twice.
+        """
         seed = self.config["options"]["noise_seed"]
         return None if seed is None else seed + len(self.ledger.events)
 
@@ -213,16 +243,16 @@ class Run:
             self._lock.close()
 
     def steps(self, count: int, *, student: Stateful, teachers: Spread, part: str = "") -> Iterator[int]:
-        """The steps still to do, with a progress bar; checkpoints on the way; ends early when a person asks.
+        """Yield the steps still to do, show progress, and write checkpoints. Ends early if the run is interrupted.
 
-        A kill at any moment is fine too: what was charged stays charged, what was journaled is reused.
+        The process may also be killed at any moment: what was charged stays charged, and journaled values are reused.
 
         Args:
-            count: How many steps there are in all.
-            student: What learns from released values.
-            teachers: What else a checkpoint holds.
-            part: The part of the run that these steps are, where it has several: the charges of these steps name it,
-                and a checkpoint forgets journaled values of this part alone. One part of a run has checkpoints.
+            count: number of all steps.
+            student: learns from released values.
+            teachers: the rest of the state of a checkpoint.
+            part: the part of the run that these steps belong to, if it has several. The charges of these steps name it,
+                and a checkpoint forgets journaled values of this part alone. Only one part of a run has checkpoints.
 
         Raises:
             DatalensError: the checkpoint is damaged, or of another part.
@@ -242,11 +272,11 @@ class Run:
                     self._checkpoint(step + 1, student, teachers, part)
                     written, cost = time.monotonic(), time.monotonic() - began
                 if self.interrupted:
-                    self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
+                    self.interrupted = step + 1 < count  # after the last step, nothing was cut short
                     return
 
     def log(self, step: int, **values: float) -> None:
-        """One line for the owner. Private: losses are not covered by ε."""
+        """Write one line to metrics.jsonl, for the owner only: losses are not covered by ε."""
         spent = self.ledger.spent()
         line = {"step": step, "time": round(time.time(), 3), "epsilon_spent": str(spent), **values}
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_the_owner) as file:
@@ -258,12 +288,12 @@ class Run:
 
     @contextlib.contextmanager
     def watched(self, what: str, total: int) -> "Iterator[live.View]":
-        """With progress, and what is logged, shown on the terminal."""
+        """Show progress, and logged values, on the terminal until the block ends."""
         with live.view(what, total, self.ledger) as self._view:
             yield self._view
 
     def open_board(self) -> None:
-        """From now on TensorBoard gets what is logged, too."""
+        """Write logged values for TensorBoard, too, from now on."""
         self._board = Board(self.path)
 
     def show_release(self, release: Path) -> None:
@@ -276,9 +306,9 @@ class Run:
             self._board.generator(step, generator)
 
     def _checkpoint(self, step: int, student: Stateful, teachers: Spread, part: str) -> None:
-        """Every rank's teachers first; then, in one file, the student, the step and the names: that is what counts.
+        """Write a checkpoint: first every rank's teachers; then one file with the student, the step and their names.
 
-        A kill at any moment leaves the old `latest` with its files, or the new one with its own.
+        The last file makes the checkpoint valid. A kill at any moment leaves the old one with its files or the new one.
         """
         large = teachers.state_bytes() > CHECKPOINT_BYTES
         if large and self.journal.find(self.ledger, step=step - 1, part=part) is not None:
@@ -300,7 +330,7 @@ class Run:
             state, facts = load_tensors(path)
             step, names = int(facts["step"]), json.loads(facts["teachers"])
             if facts.get("part", "") != part:
-                raise DatalensError(f"{path} is of another part of this run: one part has checkpoints, and no other")
+                raise DatalensError(f"{path} is of another part of this run: only one part of a run has checkpoints")
             self.answered = int(facts["answered"]) if "answered" in facts else None
             student.load_state(state)
         teachers.restore(step, names)
@@ -308,17 +338,17 @@ class Run:
 
     @contextlib.contextmanager
     def _until_interrupted(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) finishes the step under way and keeps it; a second one stops at once."""
+        """Let the first Ctrl-C (or SIGTERM) finish and save the current step; a second one stops at once."""
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
-            os.write(2, b"finishing this step; once more stops at once\n")
+            os.write(2, b"finishing this step; interrupt again to stop at once\n")
 
         try:
             before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: signals are somebody else's
+        except ValueError:  # only the main thread may handle signals
             before = {}
         try:
             yield
@@ -331,12 +361,16 @@ LATEST = "latest.safetensors"
 
 
 def part_name(step: int, numbers: range) -> str:
-    """Of the file with the states of these teachers after so many steps."""
+    """Return the name of the file with the states of these teachers after so many steps."""
     return f"teachers-{step}-{numbers[0]}-{numbers[-1]}.safetensors"
 
 
 def load_part(folder: Path, names: list[str], *, step: int, numbers: range) -> "dict[str, Tensor]":
-    """The states of teachers `numbers`, from whichever files hold them: a run may go on with more or fewer ranks."""
+    """Return the states of teachers `numbers`, from whichever files have them: the number of ranks may have changed.
+
+    Raises:
+        DatalensError: a file is damaged, or there is none with one of these teachers.
+    """
     import torch
     from safetensors import safe_open
 
@@ -361,7 +395,7 @@ def load_part(folder: Path, names: list[str], *, step: int, numbers: range) -> "
     return {key: torch.cat(values) if values[0].dim() else values[0] for key, values in parts.items()}
 
 
-_WHAT_TO_DO = f"put a copy in its place, or delete {LATEST}, and the steps it held are asked (and charged) again"
+_WHAT_TO_DO = f"restore a copy of it, or delete {LATEST}; the steps it held are then asked (and charged) again"
 
 
 @contextlib.contextmanager
@@ -375,9 +409,14 @@ def _damage_explained(path: Path) -> Iterator[None]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
+    """Return the config.json of a run folder.
+
+    Raises:
+        DatalensError: this is not a run folder, or the file is damaged.
+    """
     if not (path / "config.json").is_file() or not (path / "ledger.jsonl").is_file():
-        there = "has no config.json and ledger.jsonl" if path.exists() else "does not exist"
-        raise DatalensError(f"{path} is not a run: it {there}; to begin one, leave out --resume")
+        why = "has no config.json and ledger.jsonl" if path.exists() else "does not exist"
+        raise DatalensError(f"{path} is not a run: it {why}; to begin one, leave out --resume")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         Schema.from_dict(config["schema"])

@@ -1,6 +1,6 @@
-"""What a person at a terminal sees while a run trains: steps, time left, the budget and what the method logs.
+"""Progress of a run on the terminal: steps, time left, the budget, and the values that the method logs.
 
-For the owner: what is logged is not covered by ε. Nothing is shown, or computed for it, where stderr is no terminal.
+For the owner only: logged values are not covered by ε. If stderr is not a terminal, nothing is shown or computed.
 """
 
 import math
@@ -22,7 +22,7 @@ from rich.text import Text
 from datalens import progress
 from datalens.privacy.ledger import Ledger
 
-# What methods log, in few words; other names are shown as they are.
+# Names of logged values, as they are shown; other names are shown unchanged.
 WORDS = {
     "between_classes": "distance between classes",
     "within_classes": "within a class",
@@ -35,7 +35,7 @@ WORDS = {
 
 
 class View:
-    """`done` after every step, `told` with what was logged."""
+    """A progress display. Call `done` after every step, and `told` with logged values."""
 
     def __init__(self, what: str, total: int, ledger: Ledger, console: Console) -> None:
         self.shown = console.is_terminal
@@ -52,17 +52,17 @@ class View:
         self._budget = Progress(
             TextColumn("{task.description}"),
             BarColumn(complete_style="yellow", finished_style="yellow"),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[spent]}"),
             console=console,
         )
         self._task = self._steps.add_task(what.ljust(width), total=total)
-        self._gauge = self._budget.add_task("budget".ljust(width), total=1.0, said="")
+        self._gauge = self._budget.add_task("budget".ljust(width), total=1.0, spent="")
         self._values = Text()
         self.picture = Group(self._steps, self._budget, self._values)
         self.done(0)
 
     def done(self, count: int) -> None:
-        """So many steps, in all."""
+        """Show that so many steps are complete, and what is spent."""
         if not self.shown:
             return
         self._steps.update(self._task, completed=count)
@@ -71,23 +71,25 @@ class View:
         self._charges = len(self._ledger.events)
         budget, spent = self._ledger.budget, self._ledger.spent()
         part = spent / budget.epsilon if math.isfinite(budget.epsilon) else 1.0
-        said = f"{budget.describe(spent)} of {budget.epsilon:g}" if math.isfinite(budget.epsilon) else "NOT PRIVATE"
-        self._budget.update(self._gauge, completed=min(part, 1.0), said=said)
+        text = f"{budget.describe(spent)} of {budget.epsilon:g}" if math.isfinite(budget.epsilon) else "NOT PRIVATE"
+        self._budget.update(self._gauge, completed=min(part, 1.0), spent=text)
 
     def told(self, values: dict[str, float]) -> None:
+        """Show logged values."""
         if self.shown and values:
-            said = "   ".join(
+            text = "   ".join(
                 f"{WORDS.get(name, name.replace('_', ' '))} {value:.3g}" for name, value in values.items()
             )
-            self._values.plain = f"for the owner, not covered by ε: {said}"  # first: a narrow screen cuts the end
+            # The warning comes first, since a narrow terminal cuts off the end.
+            self._values.plain = f"for the owner, not covered by ε: {text}"
 
 
 @contextmanager
 def view(what: str, total: int, ledger: Ledger) -> Iterator[View]:
-    """`with view("training", 86, ledger) as seen: seen.done(1)`. Gone from the screen at the end."""
-    seen = View(what, total, ledger, progress.console)
-    if not seen.shown:
-        yield seen
+    """Show progress until the block ends: `with view("training", 86, ledger) as display: display.done(1)`."""
+    display = View(what, total, ledger, progress.console)
+    if not display.shown:
+        yield display
         return
-    with Live(seen.picture, console=progress.console, transient=True, refresh_per_second=4):
-        yield seen
+    with Live(display.picture, console=progress.console, transient=True, refresh_per_second=4):
+        yield display

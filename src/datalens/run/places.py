@@ -1,4 +1,4 @@
-"""Where a run may lie."""
+"""Checks of the folder in which a run is to be kept."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from datalens.errors import DatalensError
 
 
 def check_vacant(path: Path) -> None:
-    """Whether a run may begin there."""
+    """Raise unless a new run may be made there."""
     check_text(path)
     if path.name in ("", ".."):
-        raise DatalensError(f"--out {path} is no folder of its own: give it a name")
+        raise DatalensError(f"--out {path} does not name a new folder: give it a name")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         resumable = (path / "ledger.jsonl").exists()
         advice = "add --resume to continue it, or choose another --out" if resumable else "choose another --out"
@@ -17,11 +17,11 @@ def check_vacant(path: Path) -> None:
 
 
 def check_text(path: Path) -> None:
-    """Refuse a name whose bytes are no UTF-8: all would be charged, and then no weights could be written there."""
+    """Raise if the name is not UTF-8: weights could not be written there after everything is charged."""
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
         raise DatalensError(
-            f"the name {str(path.absolute())!a} has bytes that are no text (UTF-8), and weights cannot be written "
-            "there: choose another --out, or move the run"
+            f"the name {str(path.absolute())!a} is not UTF-8 text, and weights cannot be written there: choose another "
+            "--out, or move the run"
         ) from None

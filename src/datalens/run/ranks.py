@@ -1,7 +1,7 @@
-"""Several processes, one run: `torchrun --nproc-per-node=2 -m datalens train …`.
+"""Runs with several processes (ranks): `torchrun --nproc-per-node=2 -m datalens train …`.
 
-Rank 0 leads: it owns the run folder, the ledger, the noise and the one student. The others train their
-teachers and answer. Without torchrun the world is one process, and nothing here sends anything.
+Rank 0 leads: it has the run folder, the ledger, the noise and the only student. The others train their teachers and
+answer. Without torchrun the world is one process, and nothing here communicates.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from datalens.errors import DatalensError, SaidElsewhere
 
 T = TypeVar("T")
 
-# A process that ends closes its connections, and the others notice at once. This is for a machine that vanishes
-# without a word; it must outlast the longest wait, which is for the slowest reader of the records.
+# A process that ends closes its connections, and the others notice at once. This timeout is for a machine that
+# vanishes; it must exceed the longest wait, which is for the rank that reads the records most slowly.
 PATIENCE = timedelta(minutes=30)
 
 
 class World:
-    """This process among `size`. Every method is called by all ranks, in the same order."""
+    """This process as one of `size` ranks. All ranks call the same methods in the same order."""
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -44,7 +44,14 @@ class World:
 
     @classmethod
     def start(cls, device: str) -> "World":
-        """From torchrun's environment, or a world of one. `device`: auto, cpu or cuda."""
+        """Connect the ranks that torchrun started; without torchrun, return a world of one process.
+
+        Args:
+            device: auto, cpu or cuda.
+
+        Raises:
+            DatalensError: the others cannot be reached, or there is no such device.
+        """
         world = cls(rank=int(os.environ.get("RANK", "0")), size=ranks())
         if world.size > 1:
             progress.console.quiet = world.rank > 0
@@ -65,8 +72,8 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # After an error the connections stay until the process ends: by their closing the others know that we
-        # have said what was wrong.
+        # After an error the connections stay open until the process ends: when they close, the others know that the
+        # error was printed.
         if self.size > 1 and error is None:
             dist.destroy_process_group()
         if self.rank > 0 and isinstance(error, KeyboardInterrupt):
@@ -77,16 +84,23 @@ class World:
         return self.rank == 0
 
     def numbers(self, teachers: int, *, rank: int | None = None) -> range:
-        """The teachers of this rank (or another): consecutive numbers, as even as can be."""
+        """Return the numbers of the teachers of this rank, or another: consecutive, and as even as possible."""
         rank = self.rank if rank is None else rank
         each, more = divmod(teachers, self.size)
         first = rank * each + min(rank, more)
         return range(first, first + each + (rank < more))
 
-    # --- agreeing: before and beside the training loop --------------------------------------------
+    # --- agreement, before and outside the training loop ------------------------------------------
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do the work on every rank. If it fails on one, all of them stop and rank 0 says why: none waits in vain."""
+        """Do the work on every rank, and return this rank's result.
+
+        If it fails on one rank, all stop and rank 0 reports the error, so that no rank waits for another forever.
+
+        Raises:
+            DatalensError: on rank 0, if the work failed on any rank.
+            SaidElsewhere: on other ranks, in the same case.
+        """
         if self.size == 1:
             return work()
         failure: Exception | None = None
@@ -99,23 +113,23 @@ class World:
         if not failed:
             return result
         if failure is not None and not isinstance(failure, DatalensError | OSError):
-            raise failure  # a bug: its traceback is worth more than a line
+            raise failure  # a bug: the traceback tells more than one line
         rank, message, code = failed[0]
         if self.leads:
-            # What holds for all ranks is said as if there were one.
+            # An error of all ranks is reported without a rank.
             where = "" if len(failed) == self.size else f"rank {rank}: "
             raise DatalensError(f"{where}{message}", exit_code=code) from failure
         self._wait_for_the_leader_to_end()
         raise SaidElsewhere(message, exit_code=code) from failure
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Refuse to go on unless all ranks have the same facts, and name the first that differs. Facts are public."""
+        """Raise unless all ranks have the same facts; the message names the first that differs. Facts are public."""
         mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
         everybody = [json.loads(fact) for fact in self.gather(json.dumps(mine).encode())]
         self.together(functools.partial(_compare, everybody))
 
     def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]:
-        """Every rank's bytes, on every rank, in order of rank. `width`: where all are known to be as long."""
+        """Return the bytes of every rank, by rank, on every rank. `width`: their length, if all have the same."""
         if self.size == 1:
             return [data]
         widths = [width] * self.size
@@ -126,25 +140,25 @@ class World:
         padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         return [bytes(part.numpy()[:w]) for part, w in zip(self._all_gather(padded), widths, strict=True)]
 
-    # --- the training loop: what crosses the wire every step --------------------------------------
+    # --- communication in every step of the training loop -----------------------------------------
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, in place, on all ranks. Nothing private goes this way."""
+        """Replace the tensor, in place, by that of rank 0. Nothing private is sent this way."""
         if self.size > 1:
             with self._lost_ranks_explained():
                 dist.broadcast(tensor, src=0, group=self._group(tensor))
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor | None:
-        """The sum over ranks, on rank 0; None on the others. The argument is left as it is."""
+        """Return the sum over ranks on rank 0, and None on the others. The argument is not changed."""
         if self.size == 1:
             return tensor
         total = tensor.clone()
         with self._lost_ranks_explained():
             dist.reduce(total, dst=0, group=self._group(total))
-        return total if self.leads else None  # elsewhere it holds nothing of meaning
+        return total if self.leads else None  # on other ranks its value is undefined
 
-    # --- how it is done ---------------------------------------------------------------------------
+    # --- implementation ---------------------------------------------------------------------------
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         everybody = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -159,21 +173,21 @@ class World:
     def _lost_ranks_explained(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what gloo and nccl raise when a connection closes
+        except RuntimeError as error:  # gloo and nccl raise it when a connection closes
             message = "another rank has ended, or cannot be reached: its own message says why; continue with --resume"
             raise (DatalensError(message) if self.leads else SaidElsewhere(message)) from error
 
     def _wait_for_the_leader_to_end(self) -> None:
-        """torchrun ends all ranks as soon as one has failed: it must not be this one, before rank 0 has spoken."""
+        """Wait until rank 0 has printed the error and ended: torchrun ends all ranks as soon as one has failed."""
         with contextlib.suppress(RuntimeError):
-            dist.broadcast(torch.zeros(1), src=0)  # never sent: the connection closes
+            dist.broadcast(torch.zeros(1), src=0)  # never sent: it raises when the connection closes
 
 
 def _meet(store: dist.Store, rank: int, size: int) -> str:
-    """A name for this start of the ranks, the same on all of them and never used before.
+    """Return a name for this start of the ranks, the same on all of them and never used before.
 
-    torchrun keeps one store over its restarts, where the addresses of processes that are gone still lie. So every
-    rank says hello with a word of its own making, and takes the name from whoever answers that word.
+    torchrun keeps one store over its restarts, in which the addresses of earlier processes remain. So every rank puts a
+    random word of its own into the store, and takes the name that is stored as the answer to this word.
     """
     if rank > 0:
         word = secrets.token_hex(16)
@@ -188,20 +202,20 @@ def _meet(store: dist.Store, rank: int, size: int) -> str:
         for other in sorted(missing):
             if store.check([f"datalens/hello/{other}"]):
                 word = store.get(f"datalens/hello/{other}").decode()
-                if word not in answered:  # perhaps of a process that is gone: then it answers to nobody
+                if word not in answered:  # it may be that of an earlier process; then nobody reads the answer
                     store.set(f"datalens/welcome/{word}", name)
                     answered.add(word)
             if store.check([f"{name}/{other}"]):
                 missing.remove(other)
         if time.monotonic() > end:
-            raise RuntimeError(f"rank {min(missing)} did not come")
+            raise RuntimeError(f"rank {min(missing)} did not connect")
         time.sleep(0.005)
     return name
 
 
 @contextlib.contextmanager
 def ignoring_signals() -> Iterator[None]:
-    """torchrun sends Ctrl-C to all ranks; rank 0 decides what becomes of it, and the others do as it says."""
+    """Ignore SIGINT and SIGTERM. torchrun sends them to all ranks; rank 0 handles them, and the others follow it."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -211,15 +225,15 @@ def ignoring_signals() -> Iterator[None]:
 
 
 def ranks() -> int:
-    """How many processes torchrun has started for this run; one without it."""
+    """Return how many processes torchrun has started for this run; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launch() -> str | None:
-    """What tells this call of torchrun from others, so that its restarts go on with the run it began.
+    """Return an identifier of this call of torchrun, by which its restarts recognise the run that it began.
 
-    A job with a name of its own (--rdzv-id, --standalone) is known by it, on whichever machine rank 0 then is.
-    Without one, a restart has the same parent process.
+    A job with a name (--rdzv-id, --standalone) is identified by it, on whichever machine rank 0 is. Without a name, a
+    restart has the same parent process. None without torchrun.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None:
@@ -230,34 +244,35 @@ def launch() -> str | None:
 
 
 def restarted(begun_by: str | None) -> bool:
-    """Whether this is torchrun's own restart of what `begun_by` began."""
+    """Return whether this process is a restart, by torchrun itself, of the call `begun_by` (see `launch`)."""
     named = os.environ.get("TORCHELASTIC_RUN_ID") != "none"
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return begun_by is not None and begun_by == launch() and (named or again)
 
 
 def choose_device(name: str) -> torch.device:
+    """Return the device that auto, cpu or cuda means on this machine."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise DatalensError("no CUDA device is at hand: use --device cpu or auto")
+        raise DatalensError("there is no CUDA device: use --device cpu or auto")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def _device(name: str, *, sharing: bool) -> torch.device:
-    """With several ranks on a machine, each has a GPU of its own."""
+    """Return the device of this rank: several ranks on a machine have a GPU each."""
     device = choose_device(name)
     if device.type == "cpu" or not sharing:
         return device
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if here > gpus:
         raise DatalensError(
-            f"{here} ranks on this machine, and {gpus} GPU: use --nproc-per-node={gpus}, or --device cpu"
+            f"there are {here} ranks on this machine, and {gpus} GPU: use --nproc-per-node={gpus}, or --device cpu"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _report(failure: Exception | None) -> list[Any] | None:
-    """(message, exit code) for the others."""
+    """Return message and exit code of a failure, for the other ranks."""
     if failure is None:
         return None
     if isinstance(failure, DatalensError):

@@ -1,14 +1,14 @@
-"""All teachers, wherever they are. Rank 0 calls; every rank, rank 0 too, does its part on its own teachers.
+"""The teachers of all ranks. Rank 0 gives orders; every rank, including rank 0, carries them out on its own teachers.
 
-So a method reads as if there were one machine. The order in which ranks talk is fixed here, in one place:
+So a method reads as if there were one machine. This module fixes the order in which the ranks communicate:
 
-| rank 0 calls | it sends | the ranks do | rank 0 gets |
+| rank 0 calls | it sends | every rank | rank 0 gets |
 |---|---|---|---|
-| `fit_step` | the word with the labels, the fakes | train their teachers | the mean loss (private, for the owner) |
-| `votes` | the word | bound and sum their teachers' votes | the sum over all teachers, checked |
-| `save` | the word | write their teachers' states | the names of the files, once all are on disk |
-| `restore` | the word, names of files | read their teachers' states | |
-| `dismiss` | the word | end | |
+| `fit_step` | the order with the labels, and the fakes | trains its teachers | the mean loss (private, for the owner) |
+| `votes` | the order | bounds and sums its teachers' votes | the sum over all teachers, checked |
+| `save` | the order | writes its teachers' states | the names of the files, once all are on disk |
+| `restore` | the order, and names of files | reads its teachers' states | |
+| `dismiss` | the order | ends | |
 """
 
 import enum
@@ -28,7 +28,7 @@ from datalens.run.ranks import World, ignoring_signals
 
 
 class Fakes(Protocol):
-    """What teachers are shown: synthetic images, on the released side, so any rank may see them."""
+    """Synthetic images that teachers are shown. They belong to the released side, so any rank may see them."""
 
     @property
     def images(self) -> Tensor: ...
@@ -41,7 +41,7 @@ class Fakes(Protocol):
 
 
 class Teachers(Protocol):
-    """Those of one rank (see `private.teachers.Teachers`)."""
+    """The teachers of one rank (see `private.teachers.Teachers`)."""
 
     def fit_step(self, fakes: "Shown", *, step: int, repeats: int) -> float: ...
 
@@ -58,7 +58,7 @@ class Teachers(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Fakes as the ranks have them: no graph back to the generator."""
+    """Fakes as the ranks get them: without the autograd graph of the generator."""
 
     images: Tensor  # [m, c, h, w] float32
     labels: Tensor  # [m] int64
@@ -66,6 +66,8 @@ class Shown:
 
 
 class Order(enum.IntEnum):
+    """What rank 0 tells the others to do."""
+
     FIT = 1
     VOTE = 2
     SAVE = 3
@@ -74,7 +76,16 @@ class Order(enum.IntEnum):
 
 
 class Crowd:
-    """`count` teachers over all ranks, of which `mine` are here; `shape` [m, c, h, w] is that of a batch of fakes."""
+    """All teachers, spread over the ranks.
+
+    Args:
+        mine: the teachers of this rank.
+        compress: turns teachers' gradients into bounded rows.
+        world: all ranks.
+        count: number of teachers of all ranks.
+        shape: of a batch of fakes [m, c, h, w].
+        folder: of checkpoints.
+    """
 
     def __init__(
         self,
@@ -101,7 +112,7 @@ class Crowd:
     # --- rank 0 -----------------------------------------------------------------------------------
 
     def fit_step(self, fakes: Fakes, *, repeats: int) -> float:
-        """`repeats` steps of every teacher against the same fakes; returns the mean loss (private!)."""
+        """Train every teacher for `repeats` steps against the same fakes; return the mean loss, which is private."""
         self._say(Order.FIT, fakes.step, repeats, fakes.labels)
         self._shown = Shown(images=fakes.images.detach().contiguous(), labels=fakes.labels, step=fakes.step)
         loss = self._fit(fakes.step, repeats)
@@ -109,7 +120,7 @@ class Crowd:
         return loss
 
     def votes(self, fakes: Fakes) -> BoundedSum:
-        """What all teachers say about the fakes they were just trained against, bounded and summed. Private."""
+        """Return the bounded sum of all teachers' votes on the fakes that they were just trained against. Private."""
         if fakes.step != self._shown.step:
             raise ValueError(f"the ranks have the fakes of step {self._shown.step}, not of {fakes.step}")
         self._say(Order.VOTE, fakes.step)
@@ -118,27 +129,27 @@ class Crowd:
         return total
 
     def save(self, step: int) -> list[str]:
-        """Every rank's teachers on disk; the names of the files, in the checkpoint folder."""
+        """Write every rank's teachers to the checkpoint folder; return the names of the files."""
         self._say(Order.SAVE, step)
         return self._save(step)
 
     def restore(self, step: int, names: list[str]) -> None:
-        """Every rank's teachers as those files have them, however many ranks wrote them."""
+        """Set every rank's teachers to the states in these files, however many ranks wrote them."""
         self._say(Order.RESTORE, step)
         self._restore(step, names)
 
     def dismiss(self) -> None:
-        """The run is over: the other ranks may go."""
+        """End the other ranks' `follow`: the run is over."""
         self._say(Order.DISMISS, 0)
 
     def state_bytes(self) -> int:
-        """Of all teachers' states, from public facts."""
+        """Return the size of all teachers' states, from public facts."""
         return self._mine.state_bytes() * self._count // len(self._numbers)
 
     # --- the others -------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do as rank 0 says until it dismisses this rank."""
+        """Carry out the orders of rank 0 until it dismisses this rank."""
         with ignoring_signals():
             while True:
                 order, step, repeats, labels = self._hear()

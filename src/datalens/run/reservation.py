@@ -1,4 +1,4 @@
-"""What a run will charge, from its settings alone, and its place in the data set's own budget (`privacy/budget.py`)."""
+"""What a run will charge, and its reservation in the budget of the data set (`privacy/budget.py`)."""
 
 import contextlib
 import fcntl
@@ -24,18 +24,18 @@ from datalens.run.places import check_vacant
 
 
 def planned(settings: Settings, schema: Schema, budget: Budget) -> list[tuple[Charge, int]]:
-    """(event, how many times) of the whole run, before the first record is read."""
+    """Return everything that a run will charge, as pairs (event, times), from its settings alone."""
     return [(part.event, part.times) for part in settings.schedule(schema, budget)]
 
 
 DECIDED = (
-    "not all of this budget is Gaussian noise of one kind: it holds for runs that were decided on beforehand "
-    "(docs/budget.md)"
+    "not all of this budget is Gaussian noise of one kind, so it is proven only for runs that were decided on "
+    "beforehand (docs/budget.md)"
 )
 
 
 class Asked(Protocol):
-    """The options that a run is begun with."""
+    """The options of a run that a reservation depends on."""
 
     @property
     def budget(self) -> Path | None: ...
@@ -45,14 +45,14 @@ class Asked(Protocol):
 
 
 def check_room(options: Asked, settings: Settings, schema: Schema, budget: Budget) -> None:
-    """Before the long reading: would there be room?"""
+    """Raise if the budget has no room for a run. Called before the records are read; nothing is reserved yet."""
     if options.budget is not None:
         with DataBudget.open(options.budget) as data:
             data.check(planned(settings, schema, budget), budget, **_facts(options, settings, schema))
 
 
 def reserve(options: Asked, settings: Settings, schema: Schema, budget: Budget) -> dict[str, str] | None:
-    """Before a run begins: set aside all it may charge. What config.json keeps of it, to show it again on --resume."""
+    """Reserve everything that a run may charge. Return what config.json keeps of the reservation, for --resume."""
     folder = options.budget
     if folder is None:
         return None
@@ -64,15 +64,22 @@ def reserve(options: Asked, settings: Settings, schema: Schema, budget: Budget) 
 
 
 def begin(asked: Asked, out: Path, *, settings: Settings, schema: Schema, budget: Budget, **facts: Any) -> Run:
-    """Create a run in `out`, with its reservation. What can be refused is refused before anything is set aside.
+    """Create a run in `out`, with its reservation. Everything that can be refused is refused before reserving.
 
-    `facts`: the other arguments of `Run.create`.
+    Args:
+        asked: the options.
+        out: folder of the run.
+        facts: the other arguments of `Run.create`.
+
+    Raises:
+        DatalensError: the run cannot be created there.
+        BudgetExceeded: the budget of the data set has no room for it.
     """
-    try:  # what would be written must be readable again
+    try:  # config.json must be readable again
         Schema.from_dict(json.loads(json.dumps(schema.as_dict())))
         read_settings(json.loads(json.dumps(settings.as_dict())))
     except (ValueError, TypeError, KeyError) as error:
-        raise DatalensError(f"this run could not be opened again ({error}), and nothing was set aside for it") from None
+        raise DatalensError(f"this run could not be opened again ({error}), and nothing was reserved for it") from None
     with _alone_beginning(out):
         return Run.create(
             out,
@@ -86,7 +93,7 @@ def begin(asked: Asked, out: Path, *, settings: Settings, schema: Schema, budget
 
 @contextlib.contextmanager
 def _alone_beginning(out: Path) -> Iterator[None]:
-    """One process at a time begins a run in `out`: a second one waits, and finds the place taken before it reserves."""
+    """Lock `out` against other processes that begin a run there: they wait, and are refused before they reserve."""
     check_vacant(out)
     path = out.with_name(f".{out.name}.begin")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +105,7 @@ def _alone_beginning(out: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """The file, open and locked; made anew where the process that had it before has removed it."""
+    """Return the file, open and locked. It is created again if the process that held it has removed it."""
     while True:
         lock = open(path, "ab")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,9 +115,9 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _facts(options: Asked, settings: Settings, schema: Schema) -> dict[str, Any]:
-    """What a reservation is about.
+    """Return the arguments of a reservation that say what it is about.
 
-    Persons by other ids are other units: what is paid for a visit does not add up to what is paid for a patient.
+    Persons by different ids are different privacy units: a charge for a visit and one for a patient do not add up.
     """
     unit = f"one {schema.record_unit}"
     if schema.by_person:
@@ -120,30 +127,38 @@ def _facts(options: Asked, settings: Settings, schema: Schema) -> dict[str, Any]
 
 @contextlib.contextmanager
 def reserved(config: dict[str, Any]) -> Iterator[tuple[DataBudget, str]]:
-    """The budget a run has its reservation in, and the run's turn: refused where it has none, or a copy has it."""
+    """Open the budget that has a run's reservation, and yield it with the run's turn (see `go_on`).
+
+    Raises:
+        DatalensError: the budget has no reservation for this run, or a copy of the run has used it since.
+    """
     kept = config["data_budget"]
     if not isinstance(kept, dict) or not all(isinstance(kept.get(name), str) for name in ("folder", "run")):
-        raise DatalensError("data_budget in config.json is damaged: put a copy of the file in its place")
+        raise DatalensError("data_budget in config.json is damaged: restore a copy of the file")
     with DataBudget.open(Path(kept["folder"])) as data:
         turn = data.turn(kept["run"])
         if turn is None:
             raise DatalensError(
                 f"the budget in {kept['folder']} does not know this run: it is an older copy, or another data set's; "
-                "put the right one in its place"
+                "put the right one there"
             )
         if turn not in (kept.get("turn", kept["run"]), kept.get("next")):
             raise DatalensError(
-                "a copy of this run has gone on since, by the same reservation: go on with that one, or start another "
-                "run with one of its own"
+                "a copy of this run was resumed since, with the same reservation: continue that one, or start another "
+                "run, which gets its own"
             )
         yield data, turn
 
 
 def go_on(path: Path) -> None:
-    """Before the run in `path` goes on: its reservation is there, is not made twice, and no copy of it has gone on.
+    """Check the reservation of the run in `path` before it is resumed, and take its next turn; reserve nothing new.
 
-    config.json has the turn it has now and the one it takes next; written first, so that a kill in between locks
-    nobody out. A copy still shows the turn that was taken.
+    A turn is a random token, in the budget and in config.json, which changes whenever the run is resumed. A copy of the
+    run folder still has the old one, and is refused. config.json gets the present turn and the next one before the
+    budget gets the next, so that a kill in between locks nobody out.
+
+    Raises:
+        DatalensError: see `reserved`.
     """
     config = read_config(path)
     if config.get("data_budget") is None:
@@ -156,7 +171,7 @@ def go_on(path: Path) -> None:
 
 
 def standing(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """For the owner's page of a run: what is left of the data set's own budget, now; nothing where it has none."""
+    """Return lines for the owner's page of a run: what is left of the budget of the data set now, if it has one."""
     if config.get("data_budget") is None:
         return []
     try:
@@ -168,7 +183,7 @@ def standing(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
-    """For the owner: the cap, what is reserved, and what is left."""
+    """Return cap, reservations and remainder of a budget for its owner: as JSON fields, and as lines of text."""
     spent, accountant = data.spent()
     left, cap = data.left(), data.cap
     fields = {
@@ -190,5 +205,5 @@ def describe(data: DataBudget) -> tuple[dict[str, Any], list[str]]:
     ]
     if not may_follow(data.charges):
         lines.append(DECIDED)
-    lines.append("private, like the data: keep this folder, and no older copy of it")
+    lines.append("private, like the data: keep this folder, and never restore an older copy of it")
     return fields, lines

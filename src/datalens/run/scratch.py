@@ -1,4 +1,4 @@
-"""Temporary folders for what is private, which the next one clears away if their process was killed."""
+"""Temporary folders for private files. One that a killed process left behind is removed when the next is made."""
 
 import contextlib
 import fcntl
@@ -13,9 +13,9 @@ PREFIX, ALIVE = "datalens-", ".alive"
 
 
 class Scratch(tempfile.TemporaryDirectory[str]):
-    """A folder of mode 0700 that goes with this object. It holds a lock, by which others see that it is in use.
+    """A folder of mode 0700 that is deleted with this object. A lock in it shows other processes that it is in use.
 
-    A process that is killed leaves its folder behind; whoever makes the next one, as the same user, removes it first.
+    A process that is killed leaves its folder behind. The next process of the same user that makes one removes it.
     """
 
     def __init__(self) -> None:
@@ -24,16 +24,16 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         draft = Path(self.name) / f"{ALIVE}.new"
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.rename(draft, Path(self.name) / ALIVE)  # under this name it was never seen without its lock
+        os.rename(draft, Path(self.name) / ALIVE)  # so under this name the file is never unlocked
         weakref.finalize(self, os.close, descriptor)
 
 
 def clear_abandoned() -> None:
-    """Remove folders of this kind and this user whose process has ended. Others, and what is in doubt, are left."""
+    """Remove this user's folders of this kind whose process has ended. Others, and doubtful ones, are kept."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, of another kind, or in use
-            about = folder.lstat()
-            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
+        with contextlib.suppress(OSError):  # removed meanwhile, of another kind, or in use
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                 _remove_if_abandoned(folder)
 
 

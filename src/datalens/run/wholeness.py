@@ -1,7 +1,7 @@
-"""Whether a run folder has all that a run needs to go on.
+"""Check that a run folder is complete before the run is resumed.
 
-Its ledger must have every charge that the run has used: if not, its certificate would be false. What it has learned
-must be there, if it was released.
+The ledger must have every charge that the run has used; otherwise the certificate would be false. If the run has a
+release, what it has learned must be there.
 """
 
 import json
@@ -18,9 +18,12 @@ LEDGER = "ledger.jsonl"
 
 
 def used(ledger: Ledger, answered: int | None, *, part: str = "") -> dict[str, str]:
-    """Return what a checkpoint says of the charges it was made from: how many, the hash of the last, and answers.
+    """Return the facts that a checkpoint states about the charges it depends on.
 
-    `part`: of the run, whose steps it has learned from; not written where the run has one.
+    Args:
+        ledger: whose number of charges, and hash of the last one, are stated.
+        answered: number of answered queries, if the method counts them.
+        part: the part of the run that the steps belong to; "" (and not stated) where the run has one part.
     """
     charges = len(ledger.events)
     facts = {"charges": str(charges), "chain": str(ledger.chain(charges))}
@@ -29,28 +32,28 @@ def used(ledger: Ledger, answered: int | None, *, part: str = "") -> dict[str, s
 
 
 def check_whole(run: Path, *, settings: Settings, ledger: Ledger, checkpoint: Path) -> None:
-    """Compare the ledger with all that was made from its charges: released values, the checkpoint, the last release.
+    """Compare the ledger with everything that its charges paid for: released values, the checkpoint, the last release.
 
     Raises:
-        TamperedError: the ledger is shorter than what the run has used, or is another one.
+        TamperedError: the ledger lacks charges that the run has used, or is another run's.
     """
-    found = (
+    unpaid = (
         _unpaid_values(Journal(run / "journal"), ledger)
         or _unpaid_checkpoint(checkpoint, settings, ledger)
         or _unpaid_release(run / "release" / LEDGER, run / LEDGER)
     )
-    if found:
+    if unpaid:
         raise TamperedError(
-            f"{run / LEDGER} has {len(ledger.events)} charges, but {found}: it was cut, or is another run's, and a "
+            f"{run / LEDGER} has {len(ledger.events)} charges, but {unpaid}: it was cut, or is another run's, and a "
             "certificate made from it would be false; put the whole ledger back, or start another run"
         )
 
 
 def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path) -> None:
-    """Refuse a run that would begin again, with what is left to spend, and replace the release of what it had learned.
+    """Raise if nothing of what a run has learned is left, so that it would start over and replace its good release.
 
     Raises:
-        DatalensError: there is a release of a finite budget, and nothing to go on from.
+        DatalensError: there is a release within a finite budget, and neither a checkpoint nor a journal.
     """
     begun = bool(ledger.events) and math.isfinite(ledger.budget.epsilon) and (run / "release").exists()
     named = {event.part for event in ledger.events if not isinstance(event, UnknownEvent)}
@@ -58,17 +61,18 @@ def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path)
     if begun and not checkpoint.exists() and not journaled:
         raise DatalensError(
             f"{run} has neither a checkpoint nor a journal of what it has learned, and would begin again with what is "
-            "left of its budget. Nothing was spent, and its release stands: keep that, or move it away to go on"
+            "left of its budget. Nothing was spent, and its release stays valid: keep it, or move it away to go on"
         )
 
 
 def _unpaid_values(journal: Journal, ledger: Ledger) -> str | None:
+    """Return, as part of a sentence, which value the ledger did not pay for; the functions below do the same."""
     names = journal.unpaid(ledger)
     return f"journal/{names[0]} is a released value that none of them paid for" if names else None
 
 
 def _unpaid_checkpoint(path: Path, settings: Settings, ledger: Ledger) -> str | None:
-    """Read the file's header alone; what else is wrong with it is found when it is loaded."""
+    """Compare the header of the checkpoint with the ledger. Damage to its tensors is found when it is loaded."""
     facts = read_facts(path)
     if "chain" in facts:
         charges = int(facts["charges"]) if facts.get("charges", "").isdecimal() else -1
@@ -81,7 +85,7 @@ def _unpaid_checkpoint(path: Path, settings: Settings, ledger: Ledger) -> str | 
 
 
 def read_facts(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, without its tensors; empty where there is none to be read."""
+    """Return the metadata of a safetensors file without reading its tensors; an empty dict if it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")

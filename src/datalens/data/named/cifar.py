@@ -1,4 +1,4 @@
-"""CIFAR-10 from where it can be had, turned into idx files: images [n, 32, 32, 3] and labels [n]."""
+"""Sources of CIFAR-10, whose files are converted to idx: images [n, 32, 32, 3] and labels [n]."""
 
 import io
 import json
@@ -22,7 +22,7 @@ _PNG_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class CifarArchive:
-    """The authors' archive of the binary version: a byte of label and three planes of colour a record."""
+    """The authors' archive of the binary version. A record is a byte with its label, and three colour planes."""
 
     base: str
 
@@ -39,7 +39,7 @@ class CifarArchive:
                     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                     yield from _as_idx(files, images, records[:, 0])
         finally:
-            part.unlink(missing_ok=True)  # whole by now: if it turns out corrupt, it must not be resumed
+            part.unlink(missing_ok=True)  # complete by now: if it turns out corrupt, it must not be resumed
 
     @staticmethod
     def _read(archive: tarfile.TarFile, name: str) -> np.ndarray:
@@ -49,7 +49,10 @@ class CifarArchive:
 
 @dataclass(frozen=True)
 class CifarGrids:
-    """An npm package with a PNG of 10,000 rows a batch, one image a row, and labels as JSON (its spelling)."""
+    """An npm package with one PNG for each batch, whose 10,000 rows are an image each, and labels as JSON.
+
+    The misspelled file names are the package's.
+    """
 
     package: str
 
@@ -73,7 +76,7 @@ class CifarGrids:
 
 
 def _by_split(wanted: Sequence[File]) -> dict[str, list[File]]:
-    """Files are named train-… and t10k-…, as in the MNIST family."""
+    """Return the files by split. They are named train-… and t10k-…, as in the MNIST family."""
     splits = {split: [file for file in wanted if file.name.startswith(split)] for split in _PARTS}
     return {split: files for split, files in splits.items() if files}
 

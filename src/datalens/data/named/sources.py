@@ -1,8 +1,8 @@
-"""The named data sets: what is public about each, where its files come from, and the cache they are kept in.
+"""The named data sets: their schemas, the sources of their files, and the cache.
 
-Files lie in the cache as raw idx and are checked against a SHA-256 whenever they are read, so what is loaded is
-always byte for byte the published data set, whichever source it came from. Sets that their owners hand out only by
-agreement (`local`) are read from the folder where the user has put them.
+The cache holds raw idx files, whose SHA-256 is checked whenever they are read. So what is loaded is byte for byte the
+published data set, whichever source it came from. Sets that their owners give out only by agreement (`local`) are read
+from the folder where the user has put them.
 """
 
 import difflib
@@ -34,7 +34,7 @@ except ImportError:  # Windows: two downloads at once may refuse each other's by
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A data set of the catalogue: files that can be fetched, or a local folder, or (neither) an installed library."""
+    """A data set of the catalogue: files to fetch, or a local folder; with neither, it is part of a library."""
 
     schema: Schema
     files: tuple[File, ...] = ()  # train images, train labels, test images, test labels
@@ -43,7 +43,7 @@ class Entry:
 
 
 def _files(*sha256: str) -> tuple[File, ...]:
-    """The four files, which all members of the MNIST family name and size alike."""
+    """Return the four files of a set of the MNIST family, which all have the same names and sizes."""
     names = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
     sizes = (16 + 60_000 * 28 * 28, 8 + 60_000, 16 + 10_000 * 28 * 28, 8 + 10_000)
     return tuple(File(name=n, size=s, sha256=h) for n, s, h in zip(names, sizes, sha256, strict=True))
@@ -65,7 +65,7 @@ GARMENTS = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# The paper takes three level-2 classes of Places365 and does not name them. These are the ones of nature.
+# The paper uses three level-2 classes of Places365 and does not name them. These are the classes of nature.
 PLACES_GROUPS = ("water, ice, snow", "mountains, hills, desert, sky", "forest, field, jungle")
 
 CATALOGUE: dict[str, Entry] = {
@@ -113,7 +113,7 @@ CATALOGUE: dict[str, Entry] = {
         schema=_colour("celeba-gender", ("not male", "male"), 162_770),
         local=Celeba(attributes=("male",)),
     ),
-    "celeba-gender-32": Entry(  # of the size at which others publish their figures
+    "celeba-gender-32": Entry(  # the size at which others publish their results
         schema=_colour("celeba-gender-32", ("not male", "male"), 162_770, side=32),
         local=Celeba(attributes=("male",)),
     ),
@@ -136,18 +136,18 @@ def names() -> tuple[str, ...]:
 
 
 def schema(name: str) -> Schema:
-    """What is public about the data set; nothing is downloaded for it."""
+    """Return the public facts about a data set, without reading or downloading anything."""
     return _entry(name).schema
 
 
 def folder(name: str) -> Path:
-    """Where the files of a data set belong: in $DATALENS_HOME, else in the user's cache."""
+    """Return the folder for the files of a data set: in $DATALENS_HOME, else in the user's cache."""
     home = os.environ.get("DATALENS_HOME") or platformdirs.user_cache_dir("datalens")
     return Path(home).expanduser() / name
 
 
 def cached(name: str) -> bool:
-    """Whether the data set can be loaded without a download: every file is there and is the right one."""
+    """Return whether the data set can be loaded without a download: every file is there and has the right checksum."""
     entry = _entry(name)
     if entry.local is not None:
         return _local_folder(name, entry.local) is not None
@@ -155,18 +155,18 @@ def cached(name: str) -> bool:
 
 
 def downloadable(name: str) -> bool:
-    """Whether `get` can bring it; what it cannot bring, the user puts into a folder."""
+    """Return whether `get` can download it; otherwise the user puts it into a folder."""
     return _entry(name).local is None
 
 
 def family(name: str) -> str:
-    """The folder at home in which it lies: sets made of the same files share one."""
+    """Return the name of its folder below DATALENS_HOME: sets made of the same files share one."""
     local = _entry(name).local
     return name if local is None else local.family
 
 
 def get(name: str) -> Path:
-    """Make sure the data set is on this machine, and say in which folder."""
+    """Download the data set if it is not on this machine yet, and return its folder."""
     entry, here = _entry(name), folder(name)
     if entry.local is not None:
         return _local_folder(name, entry.local) or _cannot_be_had(name, entry.local)
@@ -180,14 +180,18 @@ def get(name: str) -> Path:
 
 
 def open_records(name: str, split: str = "train", *, data_folder: Path | None = None) -> Records:
-    """One split as a stream. `data_folder`: where a set that cannot be downloaded lies, if not under DATALENS_HOME."""
+    """Return one split as a stream.
+
+    Args:
+        data_folder: folder of a set that cannot be downloaded, if it is not below DATALENS_HOME.
+    """
     entry = _entry(name)
     if entry.local is None:
         if data_folder is not None:
             raise DatalensError(f"--data-folder is for data sets that cannot be downloaded; {name} can: leave it out")
         return load(name, split)
     if split not in ("train", "valid", "test"):
-        raise DatalensError(f"unknown split {split!r}: there are train and test")
+        raise DatalensError(f"unknown split {split!r}: choose train or test")
     here = data_folder or get(name)
     if not here.is_dir():
         raise DatalensError(f"--data-folder {here} is not a folder")
@@ -195,12 +199,12 @@ def open_records(name: str, split: str = "train", *, data_folder: Path | None = 
 
 
 def load(name: str, split: str = "train", *, allow_download: bool = True) -> Dataset:
-    """The records of one split, "train" or "test", in memory."""
+    """Return the records of one split, "train" or "test", in memory."""
     entry, here = _entry(name), folder(name)
     if entry.local is not None:
         return collect(open_records(name, split))
     if split not in ("train", "test"):
-        raise DatalensError(f"unknown split {split!r}: there are train and test")
+        raise DatalensError(f"unknown split {split!r}: choose train or test")
     if not entry.files:
         return _load_digits(entry.schema, split)
     pair = entry.files[:2] if split == "train" else entry.files[2:]
@@ -225,14 +229,14 @@ def load(name: str, split: str = "train", *, allow_download: bool = True) -> Dat
 
 
 def _local_folder(name: str, local: Local) -> Path | None:
-    """Where a set that cannot be downloaded was put: under its own name, or its family's."""
+    """Return the folder where a set that cannot be downloaded was put, by its own name or its family's, if any."""
     return next((here for here in (folder(name), folder(local.family)) if local.present(here)), None)
 
 
 def _cannot_be_had(name: str, local: Local) -> NoReturn:
     raise DatalensError(
         f"{name} cannot be downloaded: put {local.files} into {folder(local.family)}, "
-        "or say where they are with --data-folder"
+        "or name their folder with --data-folder"
     )
 
 
@@ -250,7 +254,7 @@ def _by_hand(entry: Entry, here: Path) -> str:
 
 
 def _fetch(name: str, entry: Entry, here: Path) -> None:
-    """Ask one source after the other for the files that are still missing."""
+    """Fetch the files that are missing, from one source after the other."""
     for source in entry.sources:
         missing = [file for file in entry.files if not (here / file.name).exists()]
         try:
@@ -258,16 +262,16 @@ def _fetch(name: str, entry: Entry, here: Path) -> None:
                 if file.matches(data):
                     store(here / file.name, data)
                 else:
-                    say(f"{name}: {source}: {file.name} is corrupt or truncated; refused")
+                    say(f"{name}: {source}: {file.name} is corrupt or truncated, and was not used")
         except FAILURES as error:
             say(f"{name}: {source}: {why(error)}")
     if not all((here / file.name).exists() for file in entry.files):
         tried = ", ".join(map(str, entry.sources))
-        raise DatalensError(f"{name} cannot be had from any of {tried}: {_by_hand(entry, here)}")
+        raise DatalensError(f"{name} could not be fetched from any of {tried}: {_by_hand(entry, here)}")
 
 
 def _read(path: Path, file: File) -> bytes | None:
-    """The bytes of a cached file, or None where it is missing or is not what was published."""
+    """Return the bytes of a cached file, or None if it is missing or differs from what was published."""
     try:
         with path.open("rb") as stream:
             data = stream.read(file.size + 1)
@@ -277,7 +281,7 @@ def _read(path: Path, file: File) -> bytes | None:
 
 
 def _remove_damaged(entry: Entry, here: Path) -> None:
-    """Only under the lock: another process may just have put the right file in place."""
+    """Remove files with a wrong checksum. The caller holds the lock: another process may be replacing the file."""
     for file in entry.files:
         path = here / file.name
         if path.exists() and _read(path, file) is None:
@@ -290,7 +294,7 @@ def _remove_damaged(entry: Entry, here: Path) -> None:
 
 @contextmanager
 def _locked(here: Path) -> Iterator[None]:
-    """One process at a time fetches into a folder; a second one waits and then finds the files there."""
+    """Lock a folder for fetching; a second process waits, and then finds the files there."""
     try:
         here.mkdir(parents=True, exist_ok=True)
         handle = (here / ".lock").open("a")
@@ -303,19 +307,19 @@ def _locked(here: Path) -> Iterator[None]:
             except BlockingIOError:
                 say(f"another process is fetching into {here}; waiting for it")
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks: as on Windows
+            except OSError:  # a file system without locks
                 pass
         yield
 
 
 def _digits_folder() -> Path:
-    import sklearn.datasets  # takes a second, so not before it is needed
+    import sklearn.datasets  # takes a second to import
 
     return Path(sklearn.datasets.__file__).parent / "data"
 
 
 def _load_digits(public: Schema, split: str) -> Dataset:
-    """scikit-learn has no split of its own: every fifth record is the test set. 16 grey levels become 0..255."""
+    """Return scikit-learn's digits. There is no split, so every fifth record is for testing; 16 greys become 0..255."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -1,6 +1,6 @@
 """Weights of public networks that measures need: fetched, cached and checked like the files of a data set.
 
-No record is involved: these are published files, the same for everybody.
+They are published files, the same for everybody, and depend on no record.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from datalens.progress import say
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A file, and the package that carries it."""
+    """A file with weights, and the package that contains it."""
 
     file: File
     source: Source
@@ -24,7 +24,7 @@ class Weights:
 
 WEIGHTS = {
     "inception": Weights(
-        # of the network that FID is defined by, TensorFlow's of 2015, without its last layer
+        # of TensorFlow's network of 2015 without its last layer, by which FID is defined
         file=File(
             name="default_1.pt",
             size=87_335_461,
@@ -45,14 +45,14 @@ def cached(name: str) -> bool:
 
 
 def get(name: str) -> Path:
-    """Make sure the file is on this machine, and say in which folder."""
+    """Download the file if it is not on this machine yet, and return its folder."""
     if _checked(name) is None:
         _fetch(name)
     return folder(name)
 
 
 def read(name: str) -> bytes:
-    """The bytes, checked: what is loaded is what was published."""
+    """Return the bytes of the file, downloaded if necessary, after checking that they are what was published."""
     return _checked(name) or _fetch(name)
 
 
@@ -73,9 +73,10 @@ def _fetch(name: str) -> bytes:
             if file.matches(data):
                 store(here / file.name, data)
                 return data
-            say(f"{name}: {wanted.source}: {file.name} is corrupt or truncated; refused")
+            say(f"{name}: {wanted.source}: {file.name} is corrupt or truncated, and was not used")
     except FAILURES as error:
         say(f"{name}: {wanted.source}: {why(error)}")
     raise DatalensError(
-        f"{name} cannot be had from {wanted.source}: put its {wanted.file.name} into {here}, or use --features own"
+        f"{name} could not be fetched from {wanted.source}: put its {wanted.file.name} into {here}, or use "
+        "--features own"
     )

@@ -1,6 +1,6 @@
-"""A folder of images: class/xxx.png, or all in one folder without classes; train/ and test/ above that, if there.
+"""A folder of images: class/xxx.png, or all images in one folder without classes; optionally in train/ and test/.
 
-The classes are the folders that are there, with images in them or not: a class does not come or go with a record.
+The classes are the folders, with images in them or not: a class does not come or go with a record.
 """
 
 import os
@@ -16,12 +16,17 @@ from datalens.data.pixels import SUFFIXES
 from datalens.errors import DatalensError
 from datalens.progress import say_once
 
-# Files that may lie about; any other is refused by name, since it may be meant as an image.
+# Files that may lie beside images; any other file is refused by name, since it may be meant as an image.
 BESIDE = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".md", ".xml", ".yaml", ".yml", ".html", ".ini", ".db", ".log")
 PREFIX, FOLDER = "prefix", "folder"  # --record-id: the file's name up to the first _; the folder that holds the file
 
 
 def image_folder(path: Path, split: str, reading: Reading) -> Found:
+    """List the images of a folder, from the names of its files alone.
+
+    Raises:
+        DatalensError: an option does not apply to folders, or the folder holds something that it should not.
+    """
     if reading.record_id not in (None, PREFIX, FOLDER):
         raise DatalensError(
             f"--record-id {reading.record_id}: in a folder of images it is {PREFIX} (file names up to the first _) or "
@@ -29,8 +34,8 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         )
     if reading.label not in (None, NONE):
         raise DatalensError(
-            f"--label {reading.label}: in a folder of images folders are the classes; leave it out, write {NONE}, or "
-            "put a metadata.csv with that column there"
+            f"--label {reading.label}: in a folder of images, the folders in it are the classes; leave it out, write "
+            f"{NONE}, or put a metadata.csv with that column there"
         )
     root = split_folder(path, split)
     top = sorted(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
@@ -44,7 +49,8 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
     labelled = reading.label is None and bool(top)
     if labelled and loose is not None:
         raise DatalensError(
-            f"{root / loose} lies beside folders of classes: put it into one, or add --label {NONE} for no classes"
+            f"{root / loose} lies beside folders of classes: put it into one of them, or add --label {NONE} for no "
+            "classes"
         )
     names = [name.split("/")[0] for name in files] if labelled else [ALL] * len(files)
     declared = reading.named_classes() if labelled else None
@@ -55,11 +61,16 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         classes, origin = declared or tuple(trained), "" if declared else "the names of folders"
     check_classes(classes, f"{root}")
     if doubt := _may_merge_persons(files, reading.record_id, labelled=labelled):
-        say_once(f"warning: {doubt}: check that it is one, since who shares an id is not protected (docs/persons.md)")
+        say_once(
+            f"warning: {doubt}: check that it is one person, since persons who share an id are not protected "
+            "(docs/persons.md)"
+        )
     number = {name: i for i, name in enumerate(classes)}
-    strange = next((name for name in names if name not in number), None)
-    if strange is not None:
-        raise DatalensError(f"{root / strange} is none of the classes {', '.join(classes)[:200]}: move it, or name it")
+    misplaced = next((name for name in names if name not in number), None)
+    if misplaced is not None:
+        raise DatalensError(
+            f"{root / misplaced} is none of the classes {', '.join(classes)[:200]}: move it, or add it to --classes"
+        )
     return Found(
         path=path,
         classes=classes,
@@ -69,24 +80,26 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
             labels=np.array([number[name] for name in names], dtype=np.int64),
             ids=[_identity(name, reading.record_id) for name in files],
         ).encoded,
+        looked_at="the names of all files",
+        count=len(files),
     )
 
 
 def split_folder(path: Path, split: str) -> Path:
-    """Where there are train/ and nothing but splits, the one asked for; else all of it is for training."""
+    """Return the folder of a split: where there is train/, and no folders but splits; else all is for training."""
     try:
-        there = _classes_of(path)
+        folders = _classes_of(path)
     except NotADirectoryError:
         raise DatalensError(f"{path} is not a folder") from None
-    split_up = "train" in there and set(there) <= {"train", *TEST}
+    split_up = "train" in folders and set(folders) <= {"train", *TEST}
     if split == "train":
         return path / "train" if split_up else path
-    found = next((name for name in TEST if split_up and name in there), None)
-    if found is None:
+    test = next((name for name in TEST if split_up and name in folders), None)
+    if test is None:
         raise DatalensError(
             f"{path} has no test images: put those for training into {path / 'train'}, others into {path / 'test'}"
         )
-    return path / found
+    return path / test
 
 
 def _classes_of(path: Path) -> list[str]:
@@ -94,57 +107,60 @@ def _classes_of(path: Path) -> list[str]:
 
 
 def _identity(name: str, rule: str | None) -> str:
-    """Of the record, or of the person."""
+    """Return the id of a record, or of the person whose it is, from the file's name."""
     if rule is None:
         return name
     folder, _, last = name.rpartition("/")
-    found = last.partition("_")[0] if rule == PREFIX else folder.rpartition("/")[2]
+    identity = last.partition("_")[0] if rule == PREFIX else folder.rpartition("/")[2]
     if rule == PREFIX and "_" not in last:
         raise DatalensError(f"{name} has no _ in its name, so no prefix says whose it is: rename it, as person_1.png")
-    return found
+    return identity
 
 
 def _may_merge_persons(files: list[str], rule: str | None, *, labelled: bool) -> str:
-    """Why several persons may have one id, where the names look like it.
+    """Return a sentence that says which files may give several persons one id; "" if no name looks like that.
 
-    | rule | looks like it |
+    | rule | names that look like it |
     |---|---|
-    | prefix | anna_smith_1.png and anna_jones_1.png, where no other prefix has a smith or a jones: as all have a left |
+    | prefix | anna_smith_1.png and anna_jones_1.png, where no other prefix has a smith or a jones |
     | folder | cat/1.png, where cat is a class |
+
+    Words that several prefixes have, such as left and right, tell no persons apart.
     """
     if rule == FOLDER and labelled:
         flat = next((name for name in files if name.count("/") == 1), None)
-        whole = "--record-id folder makes one person of all images in class"
-        return "" if flat is None else f"{whole} {flat.split('/')[0]}"
+        merged = "--record-id folder makes one person of all images in class"
+        return "" if flat is None else f"{merged} {flat.split('/')[0]}"
     if rule != PREFIX:
         return ""
-    parts: dict[str, dict[str, str]] = {}  # what stands between prefix and number → a file of it, by prefix
+    parts: dict[str, dict[str, str]] = {}  # prefix → (text between prefix and number → a file with it)
     for name in files:
         prefix, _, rest = os.path.splitext(name.rpartition("/")[2])[0].partition("_")
         middle = re.sub(r"[_-]?\d+$", "", rest) if re.search(r"[_-]\d+$", rest) else rest
         if any(letter.isalpha() for letter in middle):
             parts.setdefault(prefix, {})[middle] = name
-    prefixes = Counter(middle for those in parts.values() for middle in those)
-    for prefix, those in parts.items():
-        own = [name for middle, name in those.items() if prefixes[middle] == 1]
-        if len(own) > 1:
-            return f"--record-id prefix makes one person, {prefix}, of {own[0]} and {own[1]}"
+    prefixes = Counter(middle for middles in parts.values() for middle in middles)
+    for prefix, middles in parts.items():
+        unshared = [name for middle, name in middles.items() if prefixes[middle] == 1]
+        if len(unshared) > 1:
+            return f"--record-id prefix makes one person, {prefix}, of {unshared[0]} and {unshared[1]}"
     return ""
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is there and does not begin with a dot, by name."""
+    """Return what a folder holds, sorted by name, without hidden files."""
     try:
         with os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
+            visible = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
     except FileNotFoundError:
         raise DatalensError(f"{folder} does not exist") from None
     except PermissionError:
         raise DatalensError(f"{folder} may not be read: check its permissions") from None
-    return sorted(found, key=lambda entry: entry.name)
+    return sorted(visible, key=lambda entry: entry.name)
 
 
 def _is_no_image(paths: list[str]) -> str:
+    """Return the message about files that may be meant as images and are of no known kind."""
     others = len(paths) - 1
     also = "" if not others else ", nor is another" if others == 1 else f", nor are {others} others"
     it = "them" if others else "it"
@@ -152,7 +168,10 @@ def _is_no_image(paths: list[str]) -> str:
 
 
 def _files(folder: Path, below: str, unknown: list[str]) -> Iterator[str]:
-    """Names of image files under the root, with / between. `unknown` is filled with what may be meant as an image."""
+    """Yield the names of the image files under the root, with / between folders.
+
+    Files that may be meant as images, and are of no known kind, are added to `unknown`.
+    """
     for entry in _entries(folder):
         name = below + entry.name
         if entry.is_symlink():
@@ -160,7 +179,7 @@ def _files(folder: Path, below: str, unknown: list[str]) -> Iterator[str]:
         if entry.is_dir():
             yield from _files(Path(entry.path), f"{name}/", unknown)
         elif not entry.is_file():
-            raise DatalensError(f"{entry.path} is no file: take it out")
+            raise DatalensError(f"{entry.path} is not a file: take it out")
         elif entry.name.lower().endswith(SUFFIXES):
             yield name
         elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":

@@ -1,8 +1,9 @@
-"""Records that a Python program has at hand: numpy, torch, Pillow, Hugging Face datasets, torch data sets. Told apart
-by what they can do, so that none of these packages is imported for it.
+"""Records that a Python program passes in: numpy, torch, Pillow, Hugging Face datasets, torch data sets.
 
-How a record is read is decided by the record and by what was declared, never by other records: images of several
-kinds are refused instead of converted to one, and what a label means follows from the classes.
+Kinds of data are told apart by their attributes, so that none of these packages is imported for it.
+
+How a record is read depends on the record and on what was declared, never on other records: images of several kinds
+are refused instead of converted to one, and what a label means follows from the classes.
 """
 
 import math
@@ -18,14 +19,18 @@ from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import IMAGE, LARGEST_NUMBER, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
 
-WHERE = Path("images")  # what messages call them
+WHERE = Path("images")  # the name of the data in messages
 IMAGE_NAMES, LABEL_NAMES = ("image", "img", "images"), ("label", "labels", "fine_label", "target")
 UNLABELLED = (ALL,)  # the one class of images without labels
 COUNTED = "the true number of {} (whoever knows all but one can tell from it if that is there)"
 
 
 def from_arrays(images: Any, labels: Any = None, **declared: Any) -> Dataset:
-    """Images, and labels if these are not inside, as records; `declared` as in `records_and_classes`."""
+    """Return images as records, with their labels unless the data has these inside.
+
+    Args:
+        declared: see `records_and_classes`.
+    """
     return records_and_classes(images, labels, **declared)[0]
 
 
@@ -40,14 +45,22 @@ def records_and_classes(
     name: str = "arrays",
     size_is_public: bool = False,
 ) -> tuple[Dataset, list[Any]]:
-    """The records, and the classes as they were given.
+    """Return the records, and the classes as they were given.
 
-    images: uint8 or floats in [0, 1], [n, h, w] or with channels; pictures; a `datasets.Dataset`; or a torch data set
-    of (image, label), or of images. labels: whole numbers, or names; none: all are of one class.
-    classes: declared public, and what labels are names of (or, where the classes have names, numbers of). Left out,
-    they are read off, and the schema says so. nominal_size: the same; None is for the true number.
-    ids: of the records; with `by_person`, of the persons whose images they are: a person is then what is protected,
-    and what the nominal size counts.
+    Args:
+        images: uint8 or floats in [0, 1], [n, h, w] or with channels; Pillow images; a `datasets.Dataset`; or a torch
+            data set of (image, label) pairs or of images.
+        labels: whole numbers, or names; None: all images are of one class.
+        nominal_size: the number of records, declared public; None: the true number, and the schema says so.
+        classes: the classes, declared public. A label is one of them or, where they are names, the number of one. None:
+            they are read off the data, and the schema says so.
+        ids: one for each record; with `by_person`, of the person whose image it is.
+        by_person: a person with all of their images is the privacy unit, and what the nominal size counts.
+        name: of the data set.
+        size_is_public: the true number of records is public anyway, so the schema does not mention it.
+
+    Raises:
+        DatalensError: images, labels, classes or ids do not fit.
     """
     pixels, found, known = as_arrays(images, labels)
     numbers, values = named_labels(found, known if classes is None else classes)
@@ -79,13 +92,13 @@ def records_and_classes(
 
 
 def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, Sequence[Any] | None]:
-    """uint8 [n, h, w, c], labels as they came [n], and the names of all classes where the data brings them."""
+    """Return images as uint8 [n, h, w, c], labels as they were given [n], and the classes if the data names them."""
     names: Sequence[Any] | None = None
     if _is_table(images):
-        _unless(labels, "a datasets.Dataset has its labels in a column")
+        _check_no_labels(labels, "a datasets.Dataset has its labels in a column")
         pixels, labels, names = _from_columns(images)
     elif _numbers_its_own(images):
-        _unless(labels, "a torch Dataset brings (image, label) pairs")
+        _check_no_labels(labels, "a torch Dataset has (image, label) pairs")
         pixels, labels = _from_items(images)
         names = getattr(images, "classes", None)
     else:
@@ -97,18 +110,18 @@ def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, 
     if labels is None:
         names = UNLABELLED
     if found.shape != (len(pixels),):
-        raise DatalensError(f"labels must be {len(pixels)}, one an image, not {list(found.shape)}")
+        raise DatalensError(f"labels must be {len(pixels)}, one for each image, not {list(found.shape)}")
     return pixels, found, names
 
 
 def named_labels(labels: np.ndarray, classes: Iterable[Any] | None) -> tuple[np.ndarray, list[Any]]:
-    """Numbers of classes [n], and the classes: those declared, or those that occur.
+    """Return the class numbers of labels [n], and the classes: those declared, or those that occur.
 
-    | a label that | is |
+    | a label that is | means |
     |---|---|
-    | is one of the classes | that class |
-    | is a whole number, where the classes are names | the class of that number, from 0 |
-    | is anything else | refused |
+    | one of the classes | that class |
+    | a whole number, where the classes are names | the class of that number, from 0 |
+    | anything else | an error |
     """
     found = [_plain(label) for label in labels.tolist()]
     gap = next((i for i, label in enumerate(found) if label is None or label != label), None)
@@ -131,39 +144,40 @@ def named_labels(labels: np.ndarray, classes: Iterable[Any] | None) -> tuple[np.
 
 
 def _ids(ids: Any, count: int, name: str, *, by_person: bool) -> np.ndarray | None:
-    """Each as it came: numpy would make text of numbers beside text."""
+    """Return ids as an array of Python values: numpy would turn numbers beside text into text."""
     if ids is None:
         if by_person:
-            raise DatalensError(f"{name}: give ids, one an image, to protect the persons whose images they are")
+            raise DatalensError(f"{name}: give ids, one for each image, to protect the persons whose images they are")
         return None
     listed = [_plain(one) for one in _plain(ids)]
     if len(listed) != count:
-        raise DatalensError(f"{name}: ids must be {count}, one an image")
+        raise DatalensError(f"{name}: ids must be {count}, one for each image")
     found = np.empty(count, dtype=object)
     found[:] = listed
     return found
 
 
 def _one_kind(kinds: Iterable[str], what: str) -> None:
+    """Raise if there are several kinds."""
     found = sorted(set(kinds))
     if len(found) > 1:
-        raise DatalensError(f"{what} are of several kinds ({' and '.join(found[:2])}): bring them to one")
+        raise DatalensError(f"{what} are of several kinds ({' and '.join(found[:2])}): convert them to one")
 
 
-def _unless(labels: Any, why: str) -> None:
+def _check_no_labels(labels: Any, why: str) -> None:
     if labels is not None:
         raise DatalensError(f"{why}: leave labels out")
 
 
 def _is_table(thing: Any) -> bool:
-    """A Hugging Face data set."""
+    """Return whether this is a Hugging Face data set."""
     return hasattr(thing, "column_names") and hasattr(thing, "features")
 
 
 def _numbers_its_own(thing: Any) -> bool:
-    """A data set object: it gives records their numbers by a rule of its own, which may follow what they are.
+    """Return whether this is a data set object, which numbers its records by a rule of its own.
 
-    torchvision's ImageFolder, for one, sorts by class and name.
+    The rule may depend on the records: torchvision's ImageFolder sorts by class and name.
     """
     items = not _is_array(thing) and not isinstance(thing, list | tuple) and hasattr(thing, "__getitem__")
     return _is_table(thing) or items
@@ -178,7 +192,7 @@ def _is_tensor(thing: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """numpy for a tensor; a Python value for numpy's."""
+    """Return a tensor as a numpy array, and a numpy scalar as a Python value; anything else as it is."""
     if _is_tensor(value):
         value = value.detach().cpu().numpy()
     return (
@@ -187,7 +201,10 @@ def _plain(value: Any) -> Any:
 
 
 def _channels_last(images: Any) -> np.ndarray:
-    """torch has channels first; numpy has them last, unless only the first can be channels."""
+    """Return an array of images with channels last.
+
+    A tensor has channels first. A numpy array has them last, unless only its first dimension can be channels.
+    """
     first = _is_tensor(images)
     array = np.asarray(_plain(images))
     if array.ndim == 4 and array.shape[1] <= 4 and (first or array.shape[3] > 4):
@@ -196,7 +213,7 @@ def _channels_last(images: Any) -> np.ndarray:
 
 
 def _one(image: Any) -> np.ndarray:
-    """A picture of Pillow's, a tensor or an array, as [h, w] or [h, w, c]."""
+    """Return a Pillow image, a tensor or an array as an array [h, w] or [h, w, c]."""
     if getattr(image, "mode", None) in ("P", "1", "CMYK"):
         image = image.convert("L" if image.mode == "1" else "RGB")
     first = _is_tensor(image)
@@ -213,16 +230,17 @@ def _stacked(images: Iterable[Any]) -> np.ndarray:
     if len(shapes) != 1:
         found = " and ".join("x".join(map(str, shape)) for shape in shapes[:2]) or "none"
         raise DatalensError(
-            f"images must all have one size and the same channels, but there are {found}: bring them to one"
+            f"images must all have one size and the same channels, but there are {found}: convert them to one"
         )
     return np.stack(arrays)
 
 
 def _from_items(items: Any) -> tuple[np.ndarray, list[Any] | None]:
-    """(image, label) pairs, or images alone."""
+    """Return the images and, if there are any, the labels of a data set of (image, label) pairs or of images."""
     try:
         found = [_parts(items[number]) for number in range(len(items))]
-        for number in reversed(range(len(found))):  # in another order: a counter, or a stream, is elsewhere then
+        # Read again in reverse order, so that a transform that counts, or draws from a stream, gives other results.
+        for number in reversed(range(len(found))):
             _check_same(number, found[number], _parts(items[number]))
     except (TypeError, ValueError, KeyError) as error:
         raise DatalensError(
@@ -235,7 +253,7 @@ def _from_items(items: Any) -> tuple[np.ndarray, list[Any] | None]:
 
 
 def _parts(item: Any) -> tuple[Any, ...]:
-    """The image, copied since it may be a buffer that the next one is written to, and the label if there is one."""
+    """Return an image and its label, if there is one. The image is copied: it may be a buffer that is used again."""
     if not isinstance(item, tuple | list):
         return (_one(item).copy(),)
     image, label = item
@@ -245,21 +263,21 @@ def _parts(item: Any) -> tuple[Any, ...]:
 def _check_same(number: int, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
     """Raise unless a record is the same both times it was read.
 
-    What a random transform makes of a record depends on how many were read before it: with one record fewer, others
-    would be other images.
+    The output of a random transform depends on how many records were read before: with one record fewer, others would
+    be other images.
     """
     images = [np.asarray(parts[0]) for parts in (first, second)]
     same = [image.shape for image in images], [image.dtype for image in images], [image.tobytes() for image in images]
-    whole = images[0].dtype != object  # what is no image at all is refused elsewhere
-    if (whole and not all(a == b for a, b in same)) or not _same_labels(first[1:], second[1:]):
+    is_image = images[0].dtype != object  # anything else is refused elsewhere
+    if (is_image and not all(a == b for a, b in same)) or not _same_labels(first[1:], second[1:]):
         raise DatalensError(
-            f"record {number} of the data set is another when it is read again: leave random transforms out, since "
+            f"record {number} of the data set differs when it is read again: leave random transforms out, since "
             "what they make of a record depends on the other records"
         )
 
 
 def _same_labels(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether labels are equal. NaN, which stands for none, is: that one is missing is said elsewhere."""
+    """Return whether labels are equal. Two NaN are, since a missing label is refused elsewhere."""
 
     def same(a: Any, b: Any) -> bool:
         missing = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
@@ -269,7 +287,7 @@ def _same_labels(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
-    """A Hugging Face data set: a column of images, and one of labels with the names of their classes."""
+    """Return the images of a Hugging Face data set and, if there are any, its labels and the names of their classes."""
     kinds = {name: type(table.features[name]).__name__ for name in table.column_names}
     images = [name for name in table.column_names if kinds[name] == "Image" or name in IMAGE_NAMES]
     labels = [name for name in table.column_names if kinds[name] == "ClassLabel" or name in LABEL_NAMES]
@@ -281,5 +299,5 @@ def _from_columns(table: Any) -> tuple[np.ndarray, Any, Sequence[Any] | None]:
     for number, image in enumerate(table[images[0]]):
         _check_same(number, (arrays[number],), (_one(image),))
     if column is not None and not _same_labels(column, list(table[labels[0]])):
-        raise DatalensError("labels of the data set are others when they are read again: leave random transforms out")
+        raise DatalensError("labels of the data set differ when they are read again: leave random transforms out")
     return _stacked(arrays), column, names

@@ -1,8 +1,8 @@
-"""The user's own images: a folder, parquet files, a CSV of paths. What is public about them, and the stream of them.
+"""The user's own images in a folder, in parquet files or in a CSV of paths: their schema, and their records.
 
-Under add/remove one record must not decide what is called public. So classes, size and channels are declared, by
+Under add-remove, one record must not decide what is called public. So classes, size and channels are declared, by
 options; or they are read off the data, and the schema's note, which every certificate repeats, says that the owner
-declares them public by going on. How many records there are is always declared.
+declares them public by going on. The number of records is always declared.
 """
 
 import os
@@ -23,13 +23,13 @@ from datalens.errors import DatalensError
 
 SMALLEST, LARGEST, MOST_CLASSES = 8, 128, 1000
 ALL = "all"  # the class of images without labels
-NONE = "none"  # --label none: there are no labels, whatever folders or columns there are
-TEST = ("test", "val", "valid", "validation")  # folders beside train/, the first that is there is the test split
+NONE = "none"  # --label none: use no labels, even if there are folders or columns for them
+TEST = ("test", "val", "valid", "validation")  # folders beside train/: the first one that exists is the test split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How own data is to be read: the options of that name."""
+    """How the user's own data is read: the values of the options with these names (`options.ReadingOptions`)."""
 
     label: str | None = None
     classes: str | None = None
@@ -39,7 +39,7 @@ class Reading:
 
     @classmethod
     def of(cls, options: Any) -> "Reading":
-        """From a command, or from the options that a run remembers (older ones have none of these)."""
+        """Read them from a command, or from the options that a run remembers (older runs have none of these)."""
         known = options if isinstance(options, dict) else vars(options)
         for name in cls.__dataclass_fields__:
             if not isinstance(known.get(name), bool if name == "grayscale" else str) and known.get(name) is not None:
@@ -48,7 +48,7 @@ class Reading:
 
     @property
     def given(self) -> str | None:
-        """The first option that was given, if any."""
+        """The name of the first option that was given, if any."""
         return next((name.replace("_", "-") for name, value in vars(self).items() if value), None)
 
     @property
@@ -56,7 +56,7 @@ class Reading:
         return IMAGE if self.record_id is None else PERSON
 
     def size(self) -> tuple[int, int] | None:
-        """Height and width."""
+        """Return height and width, if --image-size was given."""
         if self.image_size is None:
             return None
         found = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", self.image_size)
@@ -66,12 +66,12 @@ class Reading:
         return height, int(found[2] or height)
 
     def named_classes(self) -> tuple[str, ...] | None:
-        """Those of --classes, in their order."""
+        """Return the classes that --classes names, in their order, if it was given."""
         if self.classes is None:
             return None
         try:
             listed = self.classes.split(",")
-            if os.path.isfile(self.classes):  # which is false, and no error, for a list too long for a name
+            if os.path.isfile(self.classes):  # false, without an error, for a list too long for a file name
                 listed = Path(self.classes).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DatalensError(f"--classes {self.classes} cannot be read ({error})") from None
@@ -85,18 +85,28 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """Images that are listed, and not decoded yet."""
+    """Images that are listed, and not decoded yet.
+
+    Attributes:
+        classes_from: what the classes were read off; "" where they were declared.
+        encoded: yields the images, still encoded, so many at a time.
+        looked_at: what was read to make this, in words.
+        count: number of images; None where it is known only after reading them. Private.
+        fixed_positions: whether they come from a list (`records.Records`).
+    """
 
     path: Path
     classes: tuple[str, ...]
-    classes_from: str  # where they were read off; "" where they were declared
-    encoded: Callable[[int], Iterator[Encoded]]  # so many at a time
-    fixed_positions: bool = False  # True only where they come from a list
+    classes_from: str
+    encoded: Callable[[int], Iterator[Encoded]]
+    looked_at: str
+    count: int | None = None
+    fixed_positions: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Files:
-    """Image files, in their order."""
+    """Image files in their order."""
 
     paths: list[str]
     labels: np.ndarray
@@ -123,18 +133,19 @@ class Files:
 
 
 def numbered(values: list[str], reading: Reading, *, origin: str) -> tuple[np.ndarray, tuple[str, ...], str]:
-    """Labels as numbers, the classes, and where these were read off ("": declared)."""
+    """Return labels as numbers, the classes, and what these were read off ("" where they were declared)."""
     declared = reading.named_classes()
     classes = declared or tuple(sorted(set(values), key=_by_number))
     check_classes(classes, origin)
     number = {name: i for i, name in enumerate(classes)}
-    strange = next((value for value in values if value not in number), None)
-    if strange is not None:
-        raise DatalensError(f"{origin} has {strange!r}, which is not among --classes: add it there, or mend the data")
+    unknown = next((value for value in values if value not in number), None)
+    if unknown is not None:
+        raise DatalensError(f"{origin} has {unknown!r}, which is not among --classes: add it there, or mend the data")
     return np.array([number[value] for value in values], dtype=np.int64), classes, "" if declared else origin
 
 
 def check_classes(classes: tuple[str, ...], origin: str) -> None:
+    """Raise if there are too many classes."""
     if len(classes) > MOST_CLASSES:
         raise DatalensError(
             f"{origin} makes {len(classes)} classes, more than {MOST_CLASSES}: choose another --label, or --label none"
@@ -142,14 +153,15 @@ def check_classes(classes: tuple[str, ...], origin: str) -> None:
 
 
 def _by_number(name: str) -> tuple[int, int, str]:
-    """2 before 10; numbers before names."""
+    """Return a key by which 2 sorts before 10, and numbers before names."""
     return (0, int(name), "") if re.fullmatch(r"-?\d{1,15}", name) else (1, 0, name)
 
 
 def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRecords:
-    """The stream, as the schema that goes with it says."""
-    schema = _schema(found, reading, nominal_size)
+    """Return the images as records, with their schema."""
+    schema, first_image_read = _schema(found, reading, nominal_size)
     resize = reading.image_size is not None
+    looked_at = found.looked_at + (", and the size and colour mode of the first image" if first_image_read else "")
 
     def decoder(data: bytes, name: str) -> np.ndarray:
         return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
@@ -158,15 +170,18 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRec
         schema=schema,
         encoded=lambda: found.encoded(block_records(schema)),
         decoder=decoder,
+        looked_at=looked_at,
         fixed_positions=found.fixed_positions,
     )
 
 
-def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
+def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, bool]:
+    """Return the schema, and whether the first image was read for it."""
     size, channels = reading.size(), 1 if reading.grayscale else None
     read_off = [f"the classes ({found.classes_from})"] if found.classes_from else []
+    first_image_read = False
     if size is None or channels is None:
-        kind = kind_of(*_first(found))
+        first_image_read, kind = True, kind_of(*_first(found))
         if size is None:
             size = (kind.height, kind.width)
             read_off.append("the size of an image")
@@ -175,7 +190,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
             read_off.append("whether images are grey")
     check_size(size)
     note = f"{READ_OFF}: {', '.join(read_off)}" if read_off else ""
-    return Schema(
+    schema = Schema(
         name=found.path.name,
         height=size[0],
         width=size[1],
@@ -185,28 +200,31 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> Schema:
         record_unit=reading.unit,
         note=note,
     )
+    return schema, first_image_read
 
 
 def check_size(size: tuple[int, int]) -> None:
+    """Raise if images cannot have this height and width."""
     if not all(SMALLEST <= side <= LARGEST for side in size):
         raise DatalensError(
-            f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: bring them "
-            "to a size of these with --image-size"
+            f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: resize them "
+            "with --image-size"
         )
 
 
 def check_not_larger(schema: Schema) -> None:
-    """Raise if images that are arrays already, or their classes, are more than can be worked with."""
+    """Raise if images that are arrays already are too large, or have too many classes."""
     if max(schema.height, schema.width) > LARGEST:
         raise DatalensError(
-            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: bring them "
-            "to a smaller size (for files, with --image-size)"
+            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: resize them "
+            "(files: with --image-size)"
         )
     check_classes(schema.classes, schema.name)
 
 
 def _first(found: Found) -> tuple[bytes, str]:
-    some = next((some for some in found.encoded(1) if len(some.index)), None)
-    if some is None:
+    """Return the bytes of the first image, and its name."""
+    block = next((block for block in found.encoded(1) if len(block.index)), None)
+    if block is None:
         raise DatalensError(f"{found.path} holds no image")
-    return some.read(0), some.names[0]
+    return block.read(0), block.names[0]

@@ -16,17 +16,20 @@ from datalens.data.regular import check_regular
 from datalens.errors import DatalensError
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
-LABEL, SPLIT = "label", "split"  # columns that are used where they are there and no other is named
+LABEL, SPLIT = "label", "split"  # columns that are used if they exist and no other is named
 
 
 def csv_list(path: Path, split: str, reading: Reading) -> Found:
-    """One image a line. Paths are relative to the folder of the CSV; a column `split` tells train from test."""
+    """List the images of a CSV, one on each line.
+
+    Paths are relative to the folder of the CSV. A column `split` says which images are for training and for testing.
+    """
     columns, rows = _csv(path)
-    where = next((name for name in PATHS if name in columns), None)
-    if where is None:
+    file_column = next((name for name in PATHS if name in columns), None)
+    if file_column is None:
         raise DatalensError(f"{path} has no column {' or '.join(PATHS)}; its columns are {', '.join(columns)}")
     label, record_id = _label(columns, reading), reading.record_id
-    for name in (where, label, record_id):
+    for name in (file_column, label, record_id):
         if name is not None and name not in columns:
             option = "--record-id" if name == record_id else "--label"
             raise DatalensError(f"{path} has no column {name}; its columns are {', '.join(columns)}: change {option}")
@@ -37,25 +40,34 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
     labels, origin = np.zeros(len(rows), np.int64), ""
     if label is not None:
         labels, classes, origin = numbered([row[label].strip() for row in rows], reading, origin=f"column {label}")
-    member = _members(path, rows, split, there=SPLIT in columns and label != SPLIT)
-    files = [rows[i][where].strip() for i in member]
+    member = _members(path, rows, split, has_splits=SPLIT in columns and label != SPLIT)
+    files = [rows[i][file_column].strip() for i in member]
     ids = files if record_id is None else [rows[i][record_id] for i in member]
     listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
-    return Found(path=path, classes=classes, classes_from=origin, encoded=listed.encoded, fixed_positions=True)
+    return Found(
+        path=path,
+        classes=classes,
+        classes_from=origin,
+        encoded=listed.encoded,
+        looked_at=f"all lines of {path.name}",
+        count=len(files),
+        fixed_positions=True,
+    )
 
 
-def _members(path: Path, rows: list[dict[str, str]], split: str, *, there: bool) -> list[int]:
-    """Which rows are of the split."""
-    if split != "train" and not there:
+def _members(path: Path, rows: list[dict[str, str]], split: str, *, has_splits: bool) -> list[int]:
+    """Return the numbers of the rows of a split."""
+    if split != "train" and not has_splits:
         raise DatalensError(f"{path} has no test images: add a column {SPLIT} that says train or test")
     wanted = ("train", "") if split == "train" else TEST
-    member = [i for i, row in enumerate(rows) if not there or row[SPLIT].strip().lower() in wanted]
+    member = [i for i, row in enumerate(rows) if not has_splits or row[SPLIT].strip().lower() in wanted]
     if not member:
         raise DatalensError(f"{path} lists no image for {'training' if split == 'train' else 'testing'}")
     return member
 
 
 def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and the rows of a CSV file."""
     check_regular(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -73,14 +85,17 @@ def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _label(columns: Sequence[str], reading: Reading) -> str | None:
-    """Which column, if any: the one named, or `label` where it is there."""
+    """Return the column of labels: the one that was named, or `label` if it exists; None: there are no labels."""
     if reading.label == NONE or (reading.label is None and LABEL not in columns):
         return None
     return reading.label or LABEL
 
 
 def parquet_list(path: Path, split: str, reading: Reading) -> Found:
-    """A file, or a folder of train*.parquet and test*.parquet (or of files that are all for training)."""
+    """List the images of a parquet file, or of a folder of train*.parquet and test*.parquet.
+
+    Where no file of a folder begins with train, all its files are for training.
+    """
     files = _parquet_files(path, split)
     for file in files:
         check_regular(file)
@@ -95,26 +110,37 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     def labels(values: dict[str, np.ndarray]) -> np.ndarray:
         if label is None:
             return np.zeros(len(next(iter(values.values()))), np.int64)
-        found = values[label].tolist()
+        column = values[label].tolist()
         numbers = {str(name): i for i, name in enumerate(classes)}
-        result = [one if given is not None else numbers.get(str(one), -1) for one in found]
-        if not all(type(one) is int and 0 <= one < len(classes) for one in result):
+        result = [value if given is not None else numbers.get(str(value), -1) for value in column]
+        if not all(type(number) is int and 0 <= number < len(classes) for number in result):
             raise DatalensError(f"{path}: column {label} has a value that is none of the {len(classes)} classes")
         return np.array(result, dtype=np.int64)
 
-    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # and the files are looked at
+    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # checks the files' columns
+    looked_at = "the names and types of the columns"
     if label is not None:
         given = _class_names(schema, label) if reading.classes is None else None
         if given is not None:
             classes, origin = given, f"the names that column {label} comes with"
+            looked_at += f", the names of the classes that column {label} comes with"
         else:
             train = files if split == "train" else _parquet_files(path, "train")
             _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
+            looked_at += f", all of column {label}"
         check_classes(classes, f"column {label}")
-    return Found(path=path, classes=classes, classes_from=origin, encoded=stream, fixed_positions=is_one_table(files))
+    return Found(
+        path=path,
+        classes=classes,
+        classes_from=origin,
+        encoded=stream,
+        looked_at=looked_at,
+        fixed_positions=is_one_table(files),
+    )
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:
+    """Return the files of a split."""
     if path.is_file() or path.suffix == ".parquet":
         if split == "train":
             return [path]
@@ -141,7 +167,7 @@ def _parquet_schema(file: Path) -> pa.Schema:
 
 
 def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
-    """Of a Hugging Face ClassLabel, which the file names beside its columns."""
+    """Return the names of the classes of a Hugging Face ClassLabel, which the file keeps beside its columns."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = {name.lower(): feature for name, feature in features.items()}[label]["names"]
@@ -151,7 +177,8 @@ def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
 
 
 def _distinct(files: Sequence[Path], label: str) -> list[str]:
-    found: set[str] = set()
+    """Return the distinct values of the column of labels, as text."""
+    values: set[str] = set()
     for file in files:
         real = {name.lower(): name for name in _parquet_schema(file).names}
         if label not in real:
@@ -161,7 +188,7 @@ def _distinct(files: Sequence[Path], label: str) -> list[str]:
         try:
             with pq.ParquetFile(file) as opened:
                 for batch in opened.iter_batches(columns=[real[label]]):
-                    found |= {str(one) for one in batch.column(0).unique().to_pylist() if one is not None}
+                    values |= {str(value) for value in batch.column(0).unique().to_pylist() if value is not None}
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatalensError(f"{file} cannot be read to its end ({error})") from None
-    return sorted(found)
+    return sorted(values)
