@@ -10,6 +10,7 @@ from typing import Any
 
 from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.plans.base import Settings, known
+from datalens.plans.registry import is_ours
 from datalens.privacy.events import (
     Event,
     of_part,
@@ -202,7 +203,7 @@ def check_weights(claim: Claim) -> list[str]:
     found = []
     if claim.weights.classes != schema.classes:
         found.append("the weights name other classes than the certificate")
-    plugged = bool(settings.plugins) and settings.makes == "generator"  # of another package: a generator of any kind
+    plugged = settings.makes == "generator" and not is_ours(settings)  # of another package: a generator of any kind
     wrong_kind = not isinstance(model, KINDS[settings.makes])
     if isinstance(model, Classifier):
         wrong_shape = model.shape != schema.shape and not getattr(settings, "features", 0)
