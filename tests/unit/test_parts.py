@@ -328,6 +328,14 @@ def test_the_error_of_a_mix_is_that_of_its_steps_and_one_more() -> None:
     assert priced("prv", both) == priced("rdp-improved", both)  # past what tables hold
 
 
+def test_no_number_of_steps_makes_room_for_a_price_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10¹² steps of mu = 1e-4 at rate 0.01 cost ε = 4.4; PRV's error for them is 3.4, so it answers 6.6."""
+    monkeypatch.setattr(tables, "prv_composed", lambda *_: 6.6)  # it takes a minute
+    steps = [(sampled(1e-4, 0.01, 10**12), 1)]
+    error = tables.prv_error(10**12, DELTA, priced("rdp-improved", steps))
+    assert 2 * error > 4.4 > 0.02 == Accountant(name="prv").tolerance_of(steps, DELTA)
+
+
 # --- charges that name their part ---------------------------------------------------------------------------------
 
 ALL = [

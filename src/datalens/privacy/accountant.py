@@ -124,7 +124,8 @@ class Accountant:
 
         | accountant | because |
         |---|---|
-        | prv, where events are sampled | each answer is an upper end, at most twice the error asked for above ε |
+        | prv, where events are sampled | each answer is an upper end, at most twice the error asked for above ε; what |
+        | | more than some 20 million steps add to that error is not allowed for: a ledger could make room for itself |
         | pld | within 5e-4·ε + 1e-5 of the exact curve, on random ledgers (docs/privacy.md) |
         | all others | closed forms in float64: 1e-9·ε |
         """
@@ -140,7 +141,8 @@ class Accountant:
         steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))
         if self.name == "prv" and steps:
             steps += any(isinstance(event, GaussianEvent) and event.mu > 0 for event, _ in counted)  # they are one
-            return 2 * tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
+            error = tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
+            return 2 * min(error, tables.PRV_COARSEST)
         return 1e-9 * epsilon + 1e-12
 
     def _exact(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
