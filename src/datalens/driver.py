@@ -78,6 +78,8 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
         model = method.train(run, gathered, settings, place)
         if run.completed == 0:
             raise BudgetExceeded("the budget is spent and not one release survived: there is nothing to learn from")
+        if world.size == 1:
+            run.keep()
         _release(run, model)
         say(_closing(run))
         return _facts(run, began)

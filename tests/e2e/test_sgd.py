@@ -18,6 +18,7 @@ from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
+from datalens.run import folder
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -144,13 +145,17 @@ class Killed(BaseException):
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, what: Any) -> None:
     """Something happens after so many steps."""
+    at_every_step(monkeypatch, lambda taken: what() if taken == number else None)
+
+
+def at_every_step(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
+    """Something happens after every step, which is told how many there were."""
     step, taken = sgd.Trainer.step, [0]
 
     def watched(self: sgd.Trainer, *data: Any) -> None:
         step(self, *data)
         taken[0] += 1
-        if taken[0] == number:
-            what()
+        what(taken[0])
 
     monkeypatch.setattr(sgd.Trainer, "step", watched)
 
@@ -228,6 +233,31 @@ def test_a_run_that_was_killed_pays_for_what_it_lost(
     result = datalens("sgd", "--out", run, "--resume", "--json").succeeded()
     assert result.json["steps"] == 40 - lost and charged(run) == 40
     assert f"{lost} more charged" in result.err
+    assert check_release(run / "release").problems == ()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_that_ended_short_has_no_less_to_release_when_it_goes_on(
+    datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """It was charged for all of its steps, so what it has lost it cannot learn again. (`keeps`: not so its twin.)"""
+    run = tmp_path / "run"
+
+    def after(number: int) -> None:
+        """A checkpoint after step 5, and no other; the end after step 13."""
+        monkeypatch.setattr(folder, "CHECKPOINT_SECONDS", -1.0 if number == 5 else 1e9)
+        if number == 13:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        at_every_step(patch, after)
+        with pytest.raises(Killed):
+            datalens("sgd", *SMALL, "--out", run)
+    if not keeps:
+        monkeypatch.setattr(folder.Run, "keep", lambda self: None)
+    steps = [datalens("sgd", "--out", run, "--resume", "--json").succeeded().json["steps"] for _ in range(2)]
+    assert 5 < steps[0] < 40
+    assert steps[1] == (steps[0] if keeps else 5)
     assert check_release(run / "release").problems == ()
 
 

@@ -112,6 +112,8 @@ class Run:
         self.lost: int | None = None  # charges that an interruption lost, where these are not counted by steps
         self.facts: dict[str, Any] = {}  # what `--json` says besides what all runs say
         self._lock = lock
+        self._written = 0  # steps of the last checkpoint
+        self._keep: Callable[[], None] = lambda: None
         self._view: live.View | None = None
         self._board: Board | None = None
         self.ledger = Ledger.open(path / "ledger.jsonl")
@@ -227,7 +229,14 @@ class Run:
         Raises:
             DatalensError: the checkpoint is damaged, or of another part.
         """
-        self.completed = start = self._restore(student, teachers, part)
+        self.completed = self._written = start = self._restore(student, teachers, part)
+
+        def keep() -> None:
+            step = self.completed
+            if step > self._written and self.journal.find(self.ledger, step=step - 1, part=part) is None:
+                self._checkpoint(step, student, teachers, part)
+
+        self._keep = keep
         written, cost = time.monotonic(), 0.0
         with self._until_interrupted(), self.watched("training", count) as view:
             view.done(start)
@@ -244,6 +253,14 @@ class Run:
                 if self.interrupted:
                     self.interrupted = step + 1 < count  # asked during the last step: nothing was cut short
                     return
+
+    def keep(self) -> None:
+        """Write what was learned since the last checkpoint, unless a journal has it.
+
+        For a run that ends before its last step, when an interruption had cost some: gone on with, it would have less
+        to release than it has released. In one process only: others have been dismissed by then.
+        """
+        self._keep()
 
     def log(self, step: int, **values: float) -> None:
         """One line for the owner. Private: losses are not covered by ε."""
@@ -287,6 +304,7 @@ class Run:
         names = teachers.save(step)
         facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered, part=part)}
         save_tensors(folder / LATEST, student.state(), facts)
+        self._written = step
         for path in folder.iterdir():
             if path.name not in (LATEST, *names):
                 path.unlink()
