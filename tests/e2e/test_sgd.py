@@ -1,5 +1,6 @@
 """`datalens sgd` through the command line: train, verify, resume after a stop and after a crash, and bad input."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
 from datalens.run import folder
+from datalens.run.folder import Run
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -168,21 +170,53 @@ def test_a_run_that_was_asked_to_stop_loses_nothing(
     first = datalens("sgd", *SMALL, "--out", run, "--json")
     assert first.code == 130 and first.json["steps"] == 13 and first.json["interrupted"]
     assert check_release(run / "release").problems == ()
-    assert json.loads((run / "parked.json").read_text()) == {"left": charged(run) - 13}
+    assert json.loads((run / "parked.json").read_text())["left"] == charged(run) - 13 > 0
     again = datalens("sgd", "--out", run, "--resume", "--json").succeeded().json
     assert again["steps"] == 40 and charged(run) == 40
     assert not (run / "parked.json").exists()
     assert check_release(run / "release").problems == ()
 
 
+@pytest.fixture
+def stopped(datalens: Any, tmp_path: Path) -> Path:
+    """A run that was asked to stop after 13 steps, with steps of a block parked."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 13, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert datalens("sgd", *SMALL, "--out", tmp_path / "run").code == 130
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"right": 3}'])
-def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, tmp_path: Path) -> None:
-    sgd._park(tmp_path, 7)
-    assert sgd._unpark(tmp_path) == 7 and sgd._unpark(tmp_path) == 0  # once
-    (tmp_path / "parked.json").write_text(content)
-    with pytest.raises(DatalensError, match="damaged"):
-        sgd._unpark(tmp_path)
-    assert (tmp_path / "parked.json").read_text() == content
+def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, stopped: Path) -> None:
+    parked = stopped / "parked.json"
+    left = json.loads(parked.read_text())["left"]
+    with contextlib.closing(Run.resume(stopped)) as run:
+        assert sgd._unpark(run) == left > 0 == sgd._unpark(run)  # once
+        parked.write_text(content)
+        with pytest.raises(DatalensError, match="damaged"):
+            sgd._unpark(run)
+    assert parked.read_text() == content
+
+
+def test_a_file_of_parked_steps_that_was_put_back_pays_for_nothing(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parked = stopped / "parked.json"
+    old = json.loads(parked.read_text())
+
+    def taken(**change: Any) -> int:
+        parked.write_text(json.dumps({name: value for name, value in (old | change).items() if value is not None}))
+        with contextlib.closing(Run.resume(stopped)) as run:
+            return sgd._unpark(run)
+
+    assert taken() == taken(chain=None, charges=None) == old["left"]  # as version 0.1 wrote it
+    for wrong in ({"left": charged(stopped) - 12}, {"left": -1}, {"left": "3"}, {"chain": "0" * 64}):
+        assert taken(**wrong) == 0
+        assert "not of the last charge" in capsys.readouterr().err
+    with contextlib.closing(Run.resume(stopped)) as run:  # the run went on, and was killed
+        run.ledger.charge(sgd.schedule_of(run.settings, run.schema).schedule.event(  # type: ignore[arg-type]
+            repeats=4, step=charged(stopped), noise="operating-system"))  # fmt: skip
+    assert taken() == 0
 
 
 def test_a_run_does_not_go_on_with_other_records(
