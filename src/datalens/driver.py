@@ -227,8 +227,13 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """A run that goes on is locked now; for a new one, its place is looked at before the long reading."""
     if job.begun:
-        go_on(options.out)
-        return Run.resume(options.out)
+        run = Run.resume(options.out)
+        try:
+            go_on(run)
+        except BaseException:
+            run.close()
+            raise
+        return run
     check_vacant(options.out)
     assert job.budget is not None
     check_room(options, job.settings, job.schema, job.budget)

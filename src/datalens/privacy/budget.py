@@ -144,6 +144,10 @@ class DataBudget(Owned):
         """What a run must show to go on; None: it is not known. It changes each time, so one copy of a run goes on."""
         return self._turns.get(run)
 
+    def set_aside(self, run: str) -> Counted:
+        """Return what a run may charge; nothing for one that is not known."""
+        return tuple(charge for own in self.reservations if own.run == run for charge in own.charges)
+
     def next_turn(self, run: str, turn: str) -> None:
         self._append({"type": "turn", "run": run, "turn": turn})
         self._turns[run] = turn

@@ -35,7 +35,7 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.run import live
 from datalens.run.board import Board, is_due
 from datalens.run.places import check_text, check_vacant
-from datalens.run.wholeness import check_kept, check_whole, used
+from datalens.run.wholeness import check_kept, check_promised, check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,8 @@ class Run:
         self.journal = Journal(path / "journal", self.ledger)
         self.ledger.make_room = self.journal.make_room
         try:
+            budget = self.ledger.budget
+            check_promised(path, options=config["options"], settings=self.settings, budget=budget)
             check_whole(path, settings=self.settings, ledger=self.ledger, checkpoint=path / "checkpoints" / LATEST)
         except BaseException:
             self.ledger.close()
