@@ -113,6 +113,17 @@ def reseal(release: Path, *, also: tuple[str, ...] = (), **settings: Any) -> Non
     (release / REPORT).unlink(missing_ok=True)  # it is written anew from the others
 
 
+def reseal_roughly(release: Path, where: str, **wrong: Any) -> None:
+    """The same for what no certificate could be made of: some of its fields are others, and all hashes right again."""
+    new = json.loads((release / CERTIFICATE).read_text())
+    new[where] |= wrong
+    (release / PAGE).write_bytes(page_bytes(new))
+    new["sha256"][PAGE] = hashlib.sha256((release / PAGE).read_bytes()).hexdigest()
+    new["sha256"]["certificate"] = own_hash(new)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(new))
+    (release / REPORT).unlink(missing_ok=True)
+
+
 def problem(release: Path) -> str:
     """What `verify` says first. The hashes are not it: they were set right."""
     found = check_release(release).problems
@@ -647,6 +658,32 @@ def test_another_number_of_sums_than_the_settings_state_is_refused(
     put_lines(release, lines)
     reseal(release)
     assert "several sums" in problem(release) if method == "sgd" else "number of images in a step" in problem(release)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("moments", {"bins": 47}),
+        ("moments", {"sums_quantile": 2.0}),
+        ("topagg", {"teachers": 10**6}),
+        ("gswgan", {"clip": 0.0}),
+        ("pategan", {"teachers": 10**6}),
+    ],
+)
+def test_settings_that_no_run_was_ever_done_with_are_refused(
+    method: str, wrong: dict[str, Any], release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    reseal_roughly(release, "settings", **wrong)
+    assert "this cannot be" in problem(release) or "another number of coordinates" in problem(release)
+
+
+@pytest.mark.parametrize("method", ["moments", "topagg", "sgd", "dpgan", "dpmerf"])
+def test_a_data_set_of_nobody_is_refused_in_a_line(method: str, release_of: Callable[[str], Path]) -> None:
+    """Sampling rates and noise are by the number of records."""
+    release = release_of(method)
+    reseal_roughly(release, "public", nominal_size=0)
+    assert "cannot be read (ValueError)" in problem(release)
 
 
 @pytest.mark.parametrize("method", ["topagg", "dpgan", "gswgan", "pategan", "gpate", "dpmerf", "dcgan"])
