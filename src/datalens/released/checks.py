@@ -34,7 +34,7 @@ def problems(claim: Claim) -> list[str]:
 def notes(claim: Claim) -> list[str]:
     """Return what cannot be held to a release that stands: what an older one does not state, last digits of prices."""
     found = []
-    planned, paid = claim.settings.steps_planned, claim.settings.steps_paid(of_part(claim.events, ""))
+    planned, paid = claim.settings.steps_planned, _paid(claim)
     if claim.version < VERSION:
         found.append(
             f"a certificate of version {claim.version} binds less than version {VERSION} does: that weights learned "
@@ -174,7 +174,7 @@ def _wrong_unit(settings: Settings, schema: Schema, events: tuple[Event, ...]) -
 def check_steps(claim: Claim) -> list[str]:
     """Every step that the weights learned from, and every answer, must have been charged."""
     settings, weights = claim.settings, claim.weights
-    planned, paid = settings.steps_planned, settings.steps_paid(of_part(claim.events, ""))
+    planned, paid = settings.steps_planned, _paid(claim)
     found = []
     if weights.completed is None and claim.version > FIRST:
         found.append("the weights do not state how many steps they learned from")
@@ -192,6 +192,11 @@ def check_steps(claim: Claim) -> list[str]:
     if weights.answered is not None and weights.answered > answers:
         found.append(f"{weights.answered} queries were answered, the ledger has charges for {answers}")
     return found
+
+
+def _paid(claim: Claim) -> int:
+    """Return the most steps that may have been completed with the charges of the part that they are of."""
+    return claim.settings.steps_paid(of_part(claim.events, claim.settings.stepped))
 
 
 KINDS = {"generator": Generator, "moments": MomentModel, "classifier": Classifier}
