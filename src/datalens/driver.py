@@ -92,6 +92,8 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
                 "the budget is spent, and interruptions lost every release: there is nothing to learn from; begin "
                 "another run"
             )
+        if world.size == 1:
+            run.keep()
         _release(run, model)
         say(_closing(run))
         return _facts(run, began)
@@ -241,8 +243,13 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
 def _open(options: TrainOptions, job: Job) -> Run | None:
     """Lock and return a run that is resumed. For a new one, find what would refuse it before the records are read."""
     if job.begun:
-        go_on(options.out)
-        return Run.resume(options.out)
+        run = Run.resume(options.out)
+        try:
+            go_on(run)
+        except BaseException:
+            run.close()
+            raise
+        return run
     check_vacant(options.out)
     assert job.budget is not None
     check_room(options, job.settings, job.schema, job.budget)

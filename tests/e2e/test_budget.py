@@ -99,6 +99,64 @@ def test_resume_does_not_reserve_twice(
     assert "config.json is damaged" in datalens("train", "--resume", "--out", out).refused()
 
 
+def edited(run: Path, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """What config.json was, before somebody changed it."""
+    before = (run / "config.json").read_bytes()
+    config = json.loads(before)
+    change(config)
+    (run / "config.json").write_text(json.dumps(config))
+    return before
+
+
+def test_a_run_does_not_go_on_without_its_reservation(
+    datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path
+) -> None:
+    """A copy of it could go on as well, and as often as one likes."""
+    out = tmp_path / "a"
+    datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out).succeeded()
+    before = edited(out, lambda config: config.pop("data_budget"))
+    assert "has no data_budget" in datalens("train", "--resume", "--out", out).refused()
+    (out / "config.json").write_bytes(before)
+    datalens("train", "--resume", "--out", out).succeeded()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_plan_that_was_edited_is_not_what_was_set_aside(
+    datalens: Call, budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps of much noise are set aside; the run's own budget would have room for many."""
+    out = tmp_path / "s"
+    plan = ("--epsilon", 1.4, "--sigma", 8, "--epochs", 0.2, "--accountant", "rdp-improved")
+    datalens("sgd", "--data", "digits", *plan, "--budget", budget, "--out", out).succeeded()
+    spent = left(datalens, budget)["epsilon_reserved"]
+    assert spent < 0.4
+    for change in ({"steps": 500}, {"sigma": 4.0}, {"batch_size": 200}):
+        before = edited(out, lambda config, change=change: config["settings"].update(change))
+        said = datalens("sgd", "--resume", "--out", out).refused()
+        assert "plan other charges" in said or "another schedule" in said
+        (out / "config.json").write_bytes(before)
+    datalens("sgd", "--resume", "--out", out).succeeded()
+    assert left(datalens, budget)["epsilon_reserved"] == spent
+    edited(out, lambda config: config["settings"].update(steps=500))
+    monkeypatch.setattr("datalens.run.reservation._check_covered", lambda *_: None)  # the twin
+    assert datalens("sgd", "--resume", "--out", out, "--json").succeeded().json["epsilon_spent"] > 2 * spent
+    assert left(datalens, budget)["epsilon_reserved"] == spent
+
+
+def test_the_reservation_of_a_run_that_is_under_way_is_left_alone(
+    datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path
+) -> None:
+    from datalens.run.folder import Run
+
+    out = tmp_path / "a"
+    datalens("train", *small, "--steps", 2, "--budget", budget, "--out", out).succeeded()
+    before = [(path, path.read_bytes()) for path in (out / "config.json", budget / "budget.jsonl")]
+    run = Run.open(out)
+    assert "another process is training" in datalens("train", "--resume", "--out", out).refused()
+    assert all(path.read_bytes() == content for path, content in before)
+    run.close()
+
+
 def test_a_crash_between_reserving_and_beginning_stays_charged(
     datalens: Call, small: tuple[str, ...], budget: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,9 +21,11 @@ from safetensors.torch import load_file, save_file
 from datalens import check_release
 from datalens.data.schema import Schema
 from datalens.pages import REPORT, sealed
+from datalens.plans import registry
 from datalens.plans.registry import read_settings
 from datalens.privacy import tables
 from datalens.privacy.ledger import read_ledger
+from datalens.released import checks
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -109,6 +111,17 @@ def reseal(release: Path, *, also: tuple[str, ...] = (), **settings: Any) -> Non
     new["sha256"]["certificate"] = own_hash(new)
     (release / CERTIFICATE).write_bytes(certificate_bytes(new))
     (release / REPORT).unlink(missing_ok=True)  # it is written anew from the others
+
+
+def reseal_roughly(release: Path, where: str, **wrong: Any) -> None:
+    """The same for what no certificate could be made of: some of its fields are others, and all hashes right again."""
+    new = json.loads((release / CERTIFICATE).read_text())
+    new[where] |= wrong
+    (release / PAGE).write_bytes(page_bytes(new))
+    new["sha256"][PAGE] = hashlib.sha256((release / PAGE).read_bytes()).hexdigest()
+    new["sha256"]["certificate"] = own_hash(new)
+    (release / CERTIFICATE).write_bytes(certificate_bytes(new))
+    (release / REPORT).unlink(missing_ok=True)
 
 
 def problem(release: Path) -> str:
@@ -647,6 +660,32 @@ def test_another_number_of_sums_than_the_settings_state_is_refused(
     assert "several sums" in problem(release) if method == "sgd" else "number of images in a step" in problem(release)
 
 
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("moments", {"bins": 47}),
+        ("moments", {"sums_quantile": 2.0}),
+        ("topagg", {"teachers": 10**6}),
+        ("gswgan", {"clip": 0.0}),
+        ("pategan", {"teachers": 10**6}),
+    ],
+)
+def test_settings_that_no_run_was_ever_done_with_are_refused(
+    method: str, wrong: dict[str, Any], release_of: Callable[[str], Path]
+) -> None:
+    release = release_of(method)
+    reseal_roughly(release, "settings", **wrong)
+    assert "this cannot be" in problem(release) or "another number of coordinates" in problem(release)
+
+
+@pytest.mark.parametrize("method", ["moments", "topagg", "sgd", "dpgan", "dpmerf"])
+def test_a_data_set_of_nobody_is_refused_in_a_line(method: str, release_of: Callable[[str], Path]) -> None:
+    """Sampling rates and noise are by the number of records."""
+    release = release_of(method)
+    reseal_roughly(release, "public", nominal_size=0)
+    assert "cannot be read (ValueError)" in problem(release)
+
+
 @pytest.mark.parametrize("method", ["topagg", "dpgan", "gswgan", "pategan", "gpate", "dpmerf", "dcgan"])
 @pytest.mark.parametrize("part", ["widths", "dense"])
 def test_a_wider_generator_than_the_settings_make_is_refused(
@@ -662,6 +701,45 @@ def test_a_wider_generator_than_the_settings_make_is_refused(
     schema = Schema.from_dict(json.loads((release / CERTIFICATE).read_text())["public"])
     draw_picture(wider, schema).save(release / PICTURE)
     reseal(release)
+    assert "a wider generator than the settings make" in problem(release)
+
+
+# --- plug-ins that there are none of ---------------------------------------------------------------------------------
+
+
+def test_a_made_up_plug_in_switches_no_check_of_the_ledger_off(
+    release_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another package's method charges is its own affair; what ours charges is not, whatever its settings name."""
+    release = release_of("pategan")
+    path, tensors, described = weights_of(release)
+    described["generator"]["completed"] = 1
+    put_weights(path, tensors, described)
+    lines = lines_of(release)
+    put_lines(release, [*lines[:2], *lines[3:]])  # a step in the middle was not charged
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "MAY_BE_PLUGGED", tuple(registry.METHODS))
+        reseal(release, plugins="the method pategan of nothing 1.0")
+        assert check_release(release).problems == ()  # the broken twin: a name was enough
+    assert "the settings name a plug-in" in problem(release)
+
+
+def test_a_made_up_plug_in_makes_no_room_in_the_weights(
+    release_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mechanism of another package changes who adds the noise, and nothing about the generator."""
+    release = release_of("topagg")
+    path, _, described = weights_of(release)
+    a = described["generator"]["architecture"]
+    a["widths"] = [2 * 128 for _ in a["widths"]]
+    wider = Generator(Architecture(**{**a, "shape": tuple(a["shape"]), "widths": tuple(a["widths"])})).eval()
+    put_weights(path, wider.state_dict(), described)
+    schema = Schema.from_dict(json.loads((release / CERTIFICATE).read_text())["public"])
+    draw_picture(wider, schema).save(release / PICTURE)
+    reseal(release, mechanism="odd", plugins="the mechanism odd of nothing 1.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "is_ours", lambda settings: not settings.plugins)
+        assert check_release(release).problems == ()  # the broken twin
     assert "a wider generator than the settings make" in problem(release)
 
 

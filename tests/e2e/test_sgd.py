@@ -1,5 +1,6 @@
 """`datalens sgd` through the command line: train, verify, resume after a stop and after a crash, and bad input."""
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from datalens.privacy.events import SubsampledGaussianEvent
 from datalens.privacy.ledger import read_ledger
 from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
+from datalens.run import folder
+from datalens.run.folder import Run
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -144,13 +147,17 @@ class Killed(BaseException):
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, what: Any) -> None:
     """Something happens after so many steps."""
+    at_every_step(monkeypatch, lambda taken: what() if taken == number else None)
+
+
+def at_every_step(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
+    """Something happens after every step, which is told how many there were."""
     step, taken = sgd.Trainer.step, [0]
 
     def watched(self: sgd.Trainer, *data: Any) -> None:
         step(self, *data)
         taken[0] += 1
-        if taken[0] == number:
-            what()
+        what(taken[0])
 
     monkeypatch.setattr(sgd.Trainer, "step", watched)
 
@@ -163,21 +170,53 @@ def test_a_run_that_was_asked_to_stop_loses_nothing(
     first = datalens("sgd", *SMALL, "--out", run, "--json")
     assert first.code == 130 and first.json["steps"] == 13 and first.json["interrupted"]
     assert check_release(run / "release").problems == ()
-    assert json.loads((run / "parked.json").read_text()) == {"left": charged(run) - 13}
+    assert json.loads((run / "parked.json").read_text())["left"] == charged(run) - 13 > 0
     again = datalens("sgd", "--out", run, "--resume", "--json").succeeded().json
     assert again["steps"] == 40 and charged(run) == 40
     assert not (run / "parked.json").exists()
     assert check_release(run / "release").problems == ()
 
 
+@pytest.fixture
+def stopped(datalens: Any, tmp_path: Path) -> Path:
+    """A run that was asked to stop after 13 steps, with steps of a block parked."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 13, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert datalens("sgd", *SMALL, "--out", tmp_path / "run").code == 130
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"right": 3}'])
-def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, tmp_path: Path) -> None:
-    sgd._park(tmp_path, 7)
-    assert sgd._unpark(tmp_path) == 7 and sgd._unpark(tmp_path) == 0  # once
-    (tmp_path / "parked.json").write_text(content)
-    with pytest.raises(DatalensError, match="damaged"):
-        sgd._unpark(tmp_path)
-    assert (tmp_path / "parked.json").read_text() == content
+def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, stopped: Path) -> None:
+    parked = stopped / "parked.json"
+    left = json.loads(parked.read_text())["left"]
+    with contextlib.closing(Run.resume(stopped)) as run:
+        assert sgd._unpark(run) == left > 0 == sgd._unpark(run)  # once
+        parked.write_text(content)
+        with pytest.raises(DatalensError, match="damaged"):
+            sgd._unpark(run)
+    assert parked.read_text() == content
+
+
+def test_a_file_of_parked_steps_that_was_put_back_pays_for_nothing(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parked = stopped / "parked.json"
+    old = json.loads(parked.read_text())
+
+    def taken(**change: Any) -> int:
+        parked.write_text(json.dumps({name: value for name, value in (old | change).items() if value is not None}))
+        with contextlib.closing(Run.resume(stopped)) as run:
+            return sgd._unpark(run)
+
+    assert taken() == taken(chain=None, charges=None) == old["left"]  # as version 0.1 wrote it
+    for wrong in ({"left": charged(stopped) - 12}, {"left": -1}, {"left": "3"}, {"chain": "0" * 64}):
+        assert taken(**wrong) == 0
+        assert "not of the last charge" in capsys.readouterr().err
+    with contextlib.closing(Run.resume(stopped)) as run:  # the run went on, and was killed
+        run.ledger.charge(sgd.schedule_of(run.settings, run.schema).schedule.event(  # type: ignore[arg-type]
+            repeats=4, step=charged(stopped), noise="operating-system"))  # fmt: skip
+    assert taken() == 0
 
 
 def test_a_run_does_not_go_on_with_other_records(
@@ -228,6 +267,31 @@ def test_a_run_that_was_killed_pays_for_what_it_lost(
     result = datalens("sgd", "--out", run, "--resume", "--json").succeeded()
     assert result.json["steps"] == 40 - lost and charged(run) == 40
     assert f"{lost} more charged" in result.err
+    assert check_release(run / "release").problems == ()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_that_ended_short_has_no_less_to_release_when_it_goes_on(
+    datalens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """It was charged for all of its steps, so what it has lost it cannot learn again. (`keeps`: not so its twin.)"""
+    run = tmp_path / "run"
+
+    def after(number: int) -> None:
+        """A checkpoint after step 5, and no other; the end after step 13."""
+        monkeypatch.setattr(folder, "CHECKPOINT_SECONDS", -1.0 if number == 5 else 1e9)
+        if number == 13:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        at_every_step(patch, after)
+        with pytest.raises(Killed):
+            datalens("sgd", *SMALL, "--out", run)
+    if not keeps:
+        monkeypatch.setattr(folder.Run, "keep", lambda self: None)
+    steps = [datalens("sgd", "--out", run, "--resume", "--json").succeeded().json["steps"] for _ in range(2)]
+    assert 5 < steps[0] < 40
+    assert steps[1] == (steps[0] if keeps else 5)
     assert check_release(run / "release").problems == ()
 
 

@@ -1,6 +1,7 @@
 """The gate of DP-SGD: what is charged, when, and what is refused; the law of its samples and of its noise."""
 
 import math
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,20 @@ def test_what_was_charged_and_lost_stays_charged(tmp_path: Path) -> None:
     parked.release(rows())
     with pytest.raises(BudgetExceeded):
         parked.release(rows())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_two_gates_on_one_ledger_keep_to_one_schedule(broken: bool) -> None:
+    """What is set aside in a data set's budget is the schedule; the run's own budget may have room for more."""
+    ledger = Ledger.in_memory(budget(1e3))
+    gates = [GradientGate(ledger, schedule(), SecureNoise()) for _ in range(2)]
+    for gate in gates if broken else ():  # the twin remembers what it found at the start
+        gate._counted = lambda gate=gate: (gate.charged, gate._number)  # type: ignore[method-assign,misc]
+    for gate in gates:
+        with pytest.raises(BudgetExceeded):
+            deque((gate.release(rows()) for _ in range(100)), maxlen=0)
+    paid = sum(event.repeats for event in ledger.events if isinstance(event, SubsampledGaussianEvent))
+    assert paid == schedule().steps * (2 if broken else 1)
 
 
 def test_an_overspending_schedule_draws_nothing() -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from datalens.bounded.contributions import Ballots, BoundedSum, Contributions, c
 from datalens.bounded.norm_topk import NormTopK
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError, UnpriceableEvent
 from datalens.methods.sgd import SgdSettings
-from datalens.plans.base import StepSettings
+from datalens.plans.base import Part, StepSettings
 from datalens.privacy import reserve as reserving
 from datalens.privacy import tables
 from datalens.privacy.accountant import Accountant, AccountantName, side_by_side
@@ -52,7 +52,7 @@ from datalens.privacy.mechanisms import (
 from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.privacy.released import Released
 from datalens.privacy.reserve import most_charged
-from datalens.released.checks import check_ledger
+from datalens.released.checks import check_ledger, check_steps
 from datalens.run.folder import LATEST, Alone, Run, load_tensors
 from tests.unit import test_wholeness as whole
 
@@ -326,6 +326,14 @@ def test_the_error_of_a_mix_is_that_of_its_steps_and_one_more() -> None:
     both = [(gaussian(30.0), 1), *steps]
     assert prv.tolerance_of([(gaussian(1e-9), 1), *steps], 1e-9) >= prv.tolerance_of(steps, 1e-9)
     assert priced("prv", both) == priced("rdp-improved", both)  # past what tables hold
+
+
+def test_no_number_of_steps_makes_room_for_a_price_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10¹² steps of mu = 1e-4 at rate 0.01 cost ε = 4.4; PRV's error for them is 3.4, so it answers 6.6."""
+    monkeypatch.setattr(tables, "prv_composed", lambda *_: 6.6)  # it takes a minute
+    steps = [(sampled(1e-4, 0.01, 10**12), 1)]
+    error = tables.prv_error(10**12, DELTA, priced("rdp-improved", steps))
+    assert 2 * error > 4.4 > 0.02 == Accountant(name="prv").tolerance_of(steps, DELTA)
 
 
 # --- charges that name their part ---------------------------------------------------------------------------------
@@ -652,6 +660,18 @@ def test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal(tmp_path:
 class Toy(StepSettings):
     """Charges two parts, of any steps."""
 
+    stepped: ClassVar[str] = "refine"
+
+    def schedule(self, schema: Any, budget: Any) -> tuple[Part, ...]:
+        loud: dict[str, Any] = {"sensitivity": 1.0, "cells": 1, "noise_to_signal": 1.0}
+        return (
+            Part(name="moments", event=gaussian(0.1, part="moments"), times=3, **loud),
+            Part(name="steps", event=sampled(1.0, 0.01, 4, part="refine"), times=2, **loud),
+        )
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        return sum(getattr(event, "repeats", 0) for event in events)
+
     def possible(self, event: Charge, schema: Any, budget: Any) -> bool:
         return True
 
@@ -670,6 +690,34 @@ def test_verify_numbers_the_steps_of_each_part() -> None:
     (line,) = claimed(toy, [*moments, blocks[1]])
     assert "a block of steps does not begin where the last one ended" in line
     assert claimed(toy, [*moments, gaussian(0.1, part="other", step=1)]) != []
+
+
+def test_verify_asks_for_all_of_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(method="toy", preset="paper", seed=0, noise_seeded=False, noise="gaussian", steps=8)
+    moments = [gaussian(0.1, part="moments", step=step) for step in range(3)]
+    blocks = [sampled(1.0, 0.01, 4, part="refine", step=step) for step in (0, 4)]
+    assert claimed(toy, moments + blocks) == [] == claimed(toy, [moments[0], *moments, *blocks])  # one was lost
+    for events in (blocks, moments[:2] + blocks, [moments[0], *moments[:2], *blocks]):
+        assert claimed(toy, events) == [
+            "the ledger lacks charges for the part moments, which comes before what was learned"
+        ]
+    monkeypatch.setattr(Toy, "_left_out", lambda *_: [])  # the twin
+    assert claimed(toy, blocks) == []
+
+
+def test_the_steps_of_weights_are_those_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(method="toy", preset="paper", seed=0, noise_seeded=False, noise="gaussian", steps=8)
+    events = (gaussian(0.1, part="moments"), sampled(1.0, 0.01, 4, part="refine"))
+
+    def said(completed: int) -> list[str]:
+        weights = SimpleNamespace(completed=completed, answered=None)
+        claim: Any = SimpleNamespace(settings=toy, events=events, version=3, weights=weights)
+        return check_steps(claim)
+
+    assert said(4) == []
+    assert said(5) == ["the weights learned from 5 steps, the ledger has charges for 4"]
+    monkeypatch.setattr(Toy, "stepped", "")  # the twin looks for charges without a name
+    assert said(4) == ["the weights learned from 4 steps, the ledger has charges for 0"]
 
 
 def test_verify_refuses_parts_of_methods_that_have_none(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A run whose ledger was cut: whatever it has learned from must be in the ledger, or the run does not go on."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from datalens.bounded.contributions import Contributions, sum_bounded
 from datalens.data.schema import Schema
-from datalens.errors import BudgetExceeded, TamperedError
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.plans.registry import make_plan
@@ -90,6 +92,20 @@ def interrupted(tmp_path: Path) -> Path:
 def cut(ledger: Path, charges: int) -> None:
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[: 1 + charges]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epsilon", 0.5), ("delta", 1e-6), ("relation", "replace-one"), ("noise_seed", 5)]
+)
+def test_what_was_asked_for_is_what_the_ledger_is_held_to(interrupted: Path, name: str, value: Any) -> None:
+    """Or whoever goes on, and asks for what an edited config.json says, is given another promise as if it were that."""
+    path = interrupted / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"options": config["options"] | {name: value}}))
+    with pytest.raises(DatalensError, match="was begun with another"):
+        Run.open(interrupted)
+    path.write_text(json.dumps(config))
+    Run.open(interrupted).close()
 
 
 def test_a_run_that_was_interrupted_and_killed_goes_on(interrupted: Path) -> None:

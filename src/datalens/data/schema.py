@@ -85,7 +85,7 @@ class Schema:
             raise ValueError(str(error)) from None
         for name in ("height", "width", "channels", "nominal_size"):
             value = getattr(schema, name)
-            if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
+            if type(value) is not int or not 1 <= value <= LARGEST_NUMBER:
                 raise ValueError(f"{name} cannot be {str(value)[:40]!r}")
         texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
         if not all(isinstance(text, str) for text in texts) or not schema.classes:

@@ -107,7 +107,7 @@ def _count(listed: Found | OnDisk) -> int:
 
 
 def _look(listed: Found | OnDisk, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Return labels and ids of all images, and results and names of those that were decoded; everything is read once."""
+    """Return labels and ids of all images, results and names of the decoded ones; everything is read once."""
     if isinstance(listed, OnDisk):
         return _look_at_arrays(listed.load(), most)
     labels: list[np.ndarray] = [np.zeros(0, np.int64)]

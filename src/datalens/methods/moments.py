@@ -256,6 +256,9 @@ class MomentSettings(Settings):
         discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
         if len(discrete) != (len(gaussian) if self.noise == "discrete-gaussian" else 0):
             problems.append("the settings state another kind of noise than the ledger")
+        cells = {RELEASES.index(line["release"]): line["cells"] for line in self.costs(schema, budget)}
+        if any(event.coordinates != cells.get(event.step) for event in discrete):
+            problems.append("the settings state another number of coordinates than the ledger")
         if any((event.noise == "seeded") != self.noise_seeded for event in gaussian):
             problems.append("the settings are wrong about whether the noise was seeded")
         return problems + self._wrong_noise(budget, gaussian)

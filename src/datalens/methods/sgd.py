@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -23,10 +22,12 @@ from datalens.data.records import Dataset, Records, collect, record_keys
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
-from datalens.plans.base import Method, Part, Place, Request, Settings, checked, gaps_of_blocks
+from datalens.plans.base import Method, Part, Place, Request, Settings, checked, gaps_of_blocks, known
 from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, sync_directory
-from datalens.run.folder import NoTeachers, Run
+from datalens.progress import say
+from datalens.run.folder import LATEST, NoTeachers, Run
+from datalens.run.wholeness import read_facts, used
 
 if TYPE_CHECKING:
     import torch
@@ -513,13 +514,13 @@ def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "C
 
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     made = schedule_of(settings, run.schema)
-    gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run.path))
+    gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run))
     trainer = make_trainer(settings, run.schema, gate, made, place.device)
     for _ in _steps(run, settings.steps, trainer, gate):
         trainer.step(data.x, data.y, data.starts)
     run.lost = gate.charged - gate.left - run.completed
     if run.interrupted:
-        _park(run.path, gate.hand_over())
+        _park(run, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
     if data.test is not None and run.completed > 0:
         run.facts["accuracy"] = accuracy(model, *data.test)
@@ -535,24 +536,37 @@ def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iter
         yield step
 
 
-def _park(folder: Path, left: int) -> None:
-    """Write down how many charged steps of a block are left. Called when this process will take no further step."""
-    write_atomically(folder / PARKED, json.dumps({"left": left}).encode())
-    sync_directory(folder)
+def _park(run: Run, left: int) -> None:
+    """Write down how many charged steps of a block are left, and which charge they belong to.
+
+    Called when this process will take no further step.
+    """
+    write_atomically(run.path / PARKED, json.dumps({"left": left, **used(run.ledger, None)}).encode())
+    sync_directory(run.path)
 
 
-def _unpark(folder: Path) -> int:
-    """Return how many charged steps are left, after durably deleting the file: no crash may let them count twice."""
-    path = folder / PARKED
+def _unpark(run: Run) -> int:
+    """Return how many charged steps are left, after durably deleting the file: no crash may let them count twice.
+
+    A file that was written before other charges (a copy that was put back, say) pays for nothing, and neither does one
+    that counts more steps than are charged and not yet learned from.
+    """
+    path = run.path / PARKED
     if not path.exists():
         return 0
     try:
-        left = json.loads(path.read_text(encoding="utf-8"))["left"]
-    except (ValueError, KeyError, TypeError) as error:
+        parked = json.loads(path.read_text(encoding="utf-8"))
+        left, chain = parked["left"], parked.get("chain")  # version 0.1 wrote no chain
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatalensError(f"{path} is damaged: delete it; the charged steps that it counts are lost") from error
     path.unlink()
-    sync_directory(folder)
-    return left if type(left) is int else 0
+    sync_directory(run.path)
+    step = read_facts(run.path / "checkpoints" / LATEST).get("step", "")
+    unused = run.settings.steps_paid(known(run.ledger.events)) - (int(step) if step.isdecimal() else 0)
+    if type(left) is int and 0 <= left <= unused and chain in (None, run.ledger.chain(len(run.ledger.events))):
+        return left
+    say(f"warning: {path} is not of the last charge of this run: the steps it held are lost")
+    return 0
 
 
 METHOD = Method(

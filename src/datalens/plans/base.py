@@ -87,6 +87,7 @@ class Settings:
         makes: what the run releases.
         answers: whether answers are charged separately, so that the weights state how many there were.
         one_part: whether no charge may name a part of the run.
+        stepped: the part whose steps `Run.steps` counts and the weights state; "" if parts have no names.
         charges_once: whether a step that an interruption lost is never charged again.
     """
 
@@ -102,6 +103,7 @@ class Settings:
     makes: ClassVar[Literal["generator", "moments", "classifier"]] = "generator"
     answers: ClassVar[bool] = False
     one_part: ClassVar[bool] = False
+    stepped: ClassVar[str] = ""
     charges_once: ClassVar[bool] = False
     plugins: str = ""
 
@@ -194,11 +196,28 @@ class Settings:
         charges = known(events)
         if not all(self.possible(event, schema, budget) for event in charges):
             return ["the ledger has other releases than the settings state"]
+        problems = self._left_out(schema, budget, charges)
         if self.one_charge:
-            return []
+            return problems
         names = sorted({event.part for event in charges})  # steps are numbered within a part of the run
-        problems = [line for name in names for line in self._gaps(of_part(events, name))]
+        problems += [line for name in names for line in self._gaps(of_part(events, name))]
         return list(dict.fromkeys(problems))
+
+    def _left_out(self, schema: Schema, budget: Budget, charges: Sequence[Charge]) -> list[str]:
+        """What is missing of the parts that come before the one whose steps the weights state.
+
+        Without all of them there were no such steps.
+        """
+        due: dict[str, int] = {}
+        for part in self.schedule(schema, budget):
+            due[part.event.part] = due.get(part.event.part, 0) + part.times * getattr(part.event, "repeats", 1)
+        names = list(due)
+        before = names[: names.index(self.stepped)] if self.stepped in names else names
+        return [
+            f"the ledger lacks charges for the part {name or 'without a name'}, which comes before what was learned"
+            for name in before
+            if _times(of_part(charges, name)) < due[name]
+        ]
 
     def _gaps(self, charges: Sequence[Charge]) -> list[str]:
         if all(isinstance(event, SubsampledGaussianEvent) for event in charges):
@@ -523,6 +542,11 @@ def cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, r
 def known(events: Sequence[Event]) -> list[Charge]:
     """Return the events that this version can price."""
     return [event for event in events if not isinstance(event, UnknownEvent)]
+
+
+def _times(charges: Sequence[Charge]) -> int:
+    """Return how often something was released with these charges; what was lost, and charged again, counts once."""
+    return sum({event.step: getattr(event, "repeats", 1) for event in charges}.values())
 
 
 def unbroken(numbers: set[int]) -> int:

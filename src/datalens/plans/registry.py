@@ -29,6 +29,7 @@ METHODS = {
     "sgd": "datalens.methods.sgd:METHOD",  # `datalens sgd`; its settings say "dpsgd"
 }
 HIDDEN = ("topagg", "sgd")  # not accepted by `--method`: they have other spellings
+MAY_BE_PLUGGED = ("topagg", "datalens-paper")  # methods of datalens that take a plug-in; their settings check it
 
 
 def names() -> tuple[str, ...]:
@@ -65,12 +66,21 @@ def read_settings(fields: Any) -> Settings:
     method = fields.get("method") if isinstance(fields, dict) else None
     if not isinstance(method, str):
         raise DatalensError("these settings are not those of this version of datalens: they name no method")
-    return method_named(_registered(method, warm="warm_start" in fields)).settings.from_dict(fields)
+    name = _registered(method, warm="warm_start" in fields)
+    settings = method_named(name).settings.from_dict(fields)
+    if settings.plugins and name in METHODS and name not in MAY_BE_PLUGGED:
+        raise DatalensError(f"the settings name a plug-in, but the method {method} takes none")
+    return settings
 
 
 def method_of(settings: Settings) -> Method:
     """Return the method whose settings these are."""
     return method_named(_registered(settings.method, warm=hasattr(settings, "warm_start")))
+
+
+def is_ours(settings: Settings) -> bool:
+    """Return whether the method is part of this package, whatever parts of it are another's."""
+    return _registered(settings.method, warm=hasattr(settings, "warm_start")) in METHODS
 
 
 def _registered(name: str, *, warm: bool) -> str:

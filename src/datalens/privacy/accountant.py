@@ -139,7 +139,8 @@ class Accountant:
 
         | accountant | reason |
         |---|---|
-        | prv, where events are sampled | an answer is an upper end, at most twice the requested error above ε |
+        | prv, where events are sampled | an answer is an upper end, at most twice the requested error above ε. Errors |
+        | | that grow past some 20 million steps are not allowed for, so that no ledger can make room for itself |
         | pld | within 5e-4·ε + 1e-5 of the exact curve, on random ledgers (docs/privacy.md) |
         | all others | closed forms in float64: 1e-9·ε |
 
@@ -159,7 +160,8 @@ class Accountant:
         steps = sum(count for event, count in counted if isinstance(event, SubsampledGaussianEvent))
         if self.name == "prv" and steps:
             steps += any(isinstance(event, GaussianEvent) and event.mu > 0 for event, _ in counted)  # merged into one
-            return 2 * tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
+            error = tables.prv_error(steps, delta, Accountant(name="rdp-improved")._rdp(counted, delta))
+            return 2 * min(error, tables.PRV_COARSEST)
         return 1e-9 * epsilon + 1e-12
 
     def _exact(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:

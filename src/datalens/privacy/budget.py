@@ -175,6 +175,10 @@ class DataBudget(Owned):
         """
         return self._turns.get(run)
 
+    def set_aside(self, run: str) -> Counted:
+        """Return what a run may charge; nothing for one that is not known."""
+        return tuple(charge for own in self.reservations if own.run == run for charge in own.charges)
+
     def next_turn(self, run: str, turn: str) -> None:
         """Record the token that the run must show next time."""
         self._append({"type": "turn", "run": run, "turn": turn})

@@ -121,19 +121,7 @@ class GradientGate(Owned):
                 "here: use --relation add-remove"
             )
         self.ledger, self.schedule, self.noise = ledger, schedule, noise
-        self.charged = 0
-        self._number = -1  # number of the last charge of this part
-        for number, event in enumerate(ledger.events):
-            if not isinstance(event, UnknownEvent) and event.part != schedule.part:
-                continue
-            same = isinstance(event, SubsampledGaussianEvent) and event == schedule.event(
-                repeats=event.repeats, step=event.step, noise=event.noise
-            )
-            if not same:
-                raise DatalensError("this ledger was charged for another schedule: use another ledger")
-            assert isinstance(event, SubsampledGaussianEvent)
-            self.charged += event.repeats
-            self._number = number
+        self.charged, self._number = self._counted()  # steps, number of the last charge of this part
         if not 0 <= left <= self.charged:
             raise DatalensError(f"{left} steps cannot be left of {self.charged} that were charged")
         self.left = left  # steps that are charged and not taken yet
@@ -167,7 +155,23 @@ class GradientGate(Owned):
             left, self.left = self.left, 0
             return left
 
+    def _counted(self) -> tuple[int, int]:
+        """How many steps of this part the ledger was charged for, and the number of the last of these charges."""
+        steps, last = 0, -1
+        for number, event in enumerate(self.ledger.events):
+            if not isinstance(event, UnknownEvent) and event.part != self.schedule.part:
+                continue
+            same = isinstance(event, SubsampledGaussianEvent) and event == self.schedule.event(
+                repeats=event.repeats, step=event.step, noise=event.noise
+            )
+            if not same:
+                raise DatalensError("this ledger was charged for another schedule: use another ledger")
+            assert isinstance(event, SubsampledGaussianEvent)
+            steps, last = steps + event.repeats, number
+        return steps, last
+
     def _charge(self) -> None:
+        self.charged, _ = self._counted()  # another gate may have charged the same ledger since
         rest = self.schedule.steps - self.charged
         if rest < 1:
             raise BudgetExceeded(

@@ -10,6 +10,7 @@ from typing import Any
 
 from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.plans.base import Settings, known
+from datalens.plans.registry import is_ours
 from datalens.privacy.events import (
     Event,
     of_part,
@@ -37,7 +38,7 @@ def notes(claim: Claim) -> list[str]:
     error.
     """
     lines = []
-    planned, paid = claim.settings.steps_planned, claim.settings.steps_paid(of_part(claim.events, ""))
+    planned, paid = claim.settings.steps_planned, _paid(claim)
     if claim.version < VERSION:
         lines.append(
             f"a certificate of version {claim.version} binds less than version {VERSION} does: you have only the "
@@ -180,7 +181,7 @@ def _wrong_unit(settings: Settings, schema: Schema, events: tuple[Event, ...]) -
 def check_steps(claim: Claim) -> list[str]:
     """Check that every step that the weights learned from, and every answer, was charged."""
     settings, weights = claim.settings, claim.weights
-    planned, paid = settings.steps_planned, settings.steps_paid(of_part(claim.events, ""))
+    planned, paid = settings.steps_planned, _paid(claim)
     wrong = []
     if weights.completed is None and claim.version > FIRST:
         wrong.append("the weights do not state how many steps they learned from")
@@ -200,6 +201,11 @@ def check_steps(claim: Claim) -> list[str]:
     return wrong
 
 
+def _paid(claim: Claim) -> int:
+    """Return the most steps that may have been completed with the charges of the part that they are of."""
+    return claim.settings.steps_paid(of_part(claim.events, claim.settings.stepped))
+
+
 KINDS = {"generator": Generator, "moments": MomentModel, "classifier": Classifier}
 
 
@@ -209,7 +215,7 @@ def check_weights(claim: Claim) -> list[str]:
     wrong = []
     if claim.weights.classes != schema.classes:
         wrong.append("the weights name other classes than the certificate")
-    plugged = bool(settings.plugins) and settings.makes == "generator"  # a plug-in may release any kind of generator
+    plugged = settings.makes == "generator" and not is_ours(settings)  # a plug-in may release any kind of generator
     wrong_kind = not isinstance(model, KINDS[settings.makes])
     if isinstance(model, Classifier):
         wrong_shape = model.shape != schema.shape and not getattr(settings, "features", 0)

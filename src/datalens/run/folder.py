@@ -35,7 +35,7 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.run import live
 from datalens.run.board import Board, is_due
 from datalens.run.places import check_text, check_vacant
-from datalens.run.wholeness import check_kept, check_whole, used
+from datalens.run.wholeness import check_kept, check_promised, check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,12 +122,16 @@ class Run:
         self.lost: int | None = None
         self.facts: dict[str, Any] = {}
         self._lock = lock
+        self._written = 0  # steps of the last checkpoint
+        self._keep: Callable[[], None] = lambda: None
         self._view: live.View | None = None
         self._board: Board | None = None
         self.ledger = Ledger.open(path / "ledger.jsonl")
         self.journal = Journal(path / "journal", self.ledger)
         self.ledger.make_room = self.journal.make_room
         try:
+            budget = self.ledger.budget
+            check_promised(path, options=config["options"], settings=self.settings, budget=budget)
             check_whole(path, settings=self.settings, ledger=self.ledger, checkpoint=path / "checkpoints" / LATEST)
         except BaseException:
             self.ledger.close()
@@ -257,7 +261,14 @@ class Run:
         Raises:
             DatalensError: the checkpoint is damaged, or of another part.
         """
-        self.completed = start = self._restore(student, teachers, part)
+        self.completed = self._written = start = self._restore(student, teachers, part)
+
+        def keep() -> None:
+            step = self.completed
+            if step > self._written and self.journal.find(self.ledger, step=step - 1, part=part) is None:
+                self._checkpoint(step, student, teachers, part)
+
+        self._keep = keep
         written, cost = time.monotonic(), 0.0
         with self._until_interrupted(), self.watched("training", count) as view:
             view.done(start)
@@ -274,6 +285,14 @@ class Run:
                 if self.interrupted:
                     self.interrupted = step + 1 < count  # after the last step, nothing was cut short
                     return
+
+    def keep(self) -> None:
+        """Write what was learned since the last checkpoint, unless a journal has it.
+
+        For a run that ends before its last step, when an interruption had cost some: gone on with, it would have less
+        to release than it has released. In one process only: others have been dismissed by then.
+        """
+        self._keep()
 
     def log(self, step: int, **values: float) -> None:
         """Write one line to metrics.jsonl, for the owner only: losses are not covered by ε."""
@@ -317,6 +336,7 @@ class Run:
         names = teachers.save(step)
         facts = {"step": str(step), "teachers": json.dumps(names), **used(self.ledger, self.answered, part=part)}
         save_tensors(folder / LATEST, student.state(), facts)
+        self._written = step
         for path in folder.iterdir():
             if path.name not in (LATEST, *names):
                 path.unlink()

@@ -15,9 +15,9 @@ from datalens.files import write_atomically
 from datalens.plans.base import Settings
 from datalens.plans.registry import read_settings
 from datalens.privacy.budget import DataBudget
-from datalens.privacy.events import Charge
+from datalens.privacy.events import Charge, GaussianEvent
 from datalens.privacy.ledger import Budget
-from datalens.privacy.reserve import may_follow
+from datalens.privacy.reserve import Counted, may_follow
 from datalens.progress import counted, say
 from datalens.run.folder import Run, read_config
 from datalens.run.places import check_vacant
@@ -150,8 +150,8 @@ def reserved(config: dict[str, Any]) -> Iterator[tuple[DataBudget, str]]:
         yield data, turn
 
 
-def go_on(path: Path) -> None:
-    """Check the reservation of the run in `path` before it is resumed, and take its next turn; reserve nothing new.
+def go_on(run: Run) -> None:
+    """Check the reservation of an open run before it is resumed, and take its next turn; reserve nothing new.
 
     A turn is a random token, in the budget and in config.json, which changes whenever the run is resumed. A copy of the
     run folder still has the old one, and is refused. config.json gets the present turn and the next one before the
@@ -160,14 +160,34 @@ def go_on(path: Path) -> None:
     Raises:
         DatalensError: see `reserved`.
     """
-    config = read_config(path)
+    config = read_config(run.path)  # again: the run was not locked when it was read
     if config.get("data_budget") is None:
+        if config["options"].get("budget") is not None:
+            raise DatalensError(
+                f"{run.path} was begun with a budget, and its config.json has no data_budget, which says what is set "
+                "aside for it: put a copy of the file in its place"
+            )
         return
     with reserved(config) as (data, turn):
+        _check_covered(run, data.set_aside(config["data_budget"]["run"]))
         following = secrets.token_hex(16)
         config["data_budget"] |= {"turn": turn, "next": following}
-        write_atomically(path / "config.json", json.dumps(config, indent=1).encode(), private=True)
+        write_atomically(run.path / "config.json", json.dumps(config, indent=1).encode(), private=True)
         data.next_turn(config["data_budget"]["run"], following)
+
+
+def _check_covered(run: Run, aside: Counted) -> None:
+    """Raise if the settings, which may have been edited, plan other charges than those that were set aside.
+
+    For Gaussian noise all that the ledger's budget holds was, whatever the plan, unless its gate charges the plan only.
+    """
+    for event, times in planned(run.settings, run.schema, run.ledger.budget):
+        free = isinstance(event, GaussianEvent) and not run.settings.charges_once
+        if not free and not any(event == one and times <= most for one, most in aside):
+            raise DatalensError(
+                f"the settings in {run.path / 'config.json'} plan other charges than the budget has set aside for this "
+                "run: put a copy of the file in its place"
+            )
 
 
 def standing(config: dict[str, Any]) -> list[tuple[str, str]]:

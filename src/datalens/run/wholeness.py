@@ -7,12 +7,13 @@ release, what it has learned must be there.
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from datalens.errors import DatalensError, TamperedError
 from datalens.plans.base import Settings
 from datalens.privacy.events import UnknownEvent, of_part
 from datalens.privacy.journal import Journal
-from datalens.privacy.ledger import Ledger
+from datalens.privacy.ledger import Budget, Ledger
 
 LEDGER = "ledger.jsonl"
 
@@ -46,6 +47,25 @@ def check_whole(run: Path, *, settings: Settings, ledger: Ledger, checkpoint: Pa
         raise TamperedError(
             f"{run / LEDGER} has {len(ledger.events)} charges, but {unpaid}: it was cut, or is another run's, and a "
             "certificate made from it would be false; put the whole ledger back, or start another run"
+        )
+
+
+def check_promised(run: Path, *, options: dict[str, Any], settings: Settings, budget: Budget) -> None:
+    """Compare what config.json says was asked for with what the ledger, and the settings, are held to.
+
+    Whoever goes on with a run is told that it is what was asked for by the first, and charged by the others.
+
+    Raises:
+        DatalensError: they differ, so config.json was edited, or is another run's.
+    """
+    asked = {name: options[name] for name in ("epsilon", "delta", "relation") if name in options}
+    found: list[str] = [name for name, value in asked.items() if value != budget.as_dict()[name]]
+    if (options.get("noise_seed") is not None) != settings.noise_seeded:
+        found.append("noise_seed")
+    if found:
+        raise DatalensError(
+            f"{run / 'config.json'} says {found[0].replace('_', '-')} {str(options[found[0]])[:40]}, and this run was "
+            "begun with another: put a copy of the file in its place"
         )
 
 
