@@ -88,6 +88,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py", "unit/test_watched_model.py"),
         "unit/test_mixing.py",
     ),
+    "gradients/rows.py": ("unit/test_row_engine.py",),
+    "bounded/whole_rows.py": ("unit/test_whole_rows.py",),
     "gradients/watching.py": ("unit/test_watched_model.py",),
     "gradients/mixing.py": ("unit/test_mixing.py", "unit/test_dpsgd_misuse.py"),
     "gradients/sampled_model.py": ("unit/test_dpsgd_misuse.py", "unit/test_dpsgd.py", "unit/test_watched_model.py"),
@@ -114,6 +116,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "driver.py": (
         *wired("datalens moments", "datalens topk-sign", "dpmerf"),
         *("wiring/test_twins_released.py", "unit/test_hostile_files.py"),
+    ),
+    "run/wholeness.py": (
+        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
+        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
+        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
     ),
     "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
     "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),

@@ -160,9 +160,37 @@ class Aside(Small):
         return self.last(hidden.flatten(1))
 
 
+class Turned(Small):
+    """A layer whose first dimension is not the examples: a record's row would be of several records."""
+
+    def forward(self, images: Tensor, facts: Tensor) -> Tensor:
+        hidden = self.light(facts.expand(3, *facts.shape)).mean(dim=0)
+        down = F.silu(self.down(F.silu(self.first(images))))
+        return self.last((self.thin(down) * hidden[:, :, None, None]).flatten(1))
+
+
+class Shared(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.light.weight = nn.Parameter(torch.zeros(4, 5))
+        self.more = nn.Linear(5, 4)
+        self.more.weight = self.light.weight
+
+
+class Empty(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.light = nn.utils.skip_init(nn.Linear, 0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (Turned, "got 3 rows for 2 examples"),
+        (Shared, "layer more shares weights"),
+        (Empty, "layer light has no weights"),
+        (nn.Identity, "there is nothing to learn"),
         (Twice, "called twice"),
         (Loose, "parameter gain"),
         (Grouped, "has groups"),
