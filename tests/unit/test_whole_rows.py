@@ -63,6 +63,14 @@ def test_a_twin_that_measures_naively_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert longest(WholeRows(softening=1e-9), wide) > GRID
 
 
+def test_the_constants_leave_room_for_what_rounding_does() -> None:
+    """Sums of rows are whole numbers that float32 has, and no norm is measured shorter than the margin allows for."""
+    assert MOST_TOGETHER * GRID <= 2**24
+    too_short = whole_rows.TOGETHER * 2.0**-24 / 2  # of a norm: the squares lose twice that
+    scaled = 3 * 2.0**-24  # the factor, its product with a number, and the root that was measured
+    assert 1 - whole_rows.LESS > 2 * (too_short + scaled)
+
+
 def test_a_row_whose_squares_are_lost_is_not_made_longer_than_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares of numbers below 1e-19 are lost in float32, so such rows seem to have no length."""
     tiny = [torch.full((1, SIZE), value) for value in (1e-15, 1e-18, 1e-19, 3e-20, 1e-22, 1e-26, 1e-40)]
@@ -146,8 +154,9 @@ def test_short_gradients_count_for_less_and_long_ones_alike() -> None:
     direction[0, 0] = 1.0
     for length, expected in ((1e-3, 1e-3 / 1.001), (1.0, 0.5), (1e6, 1.0)):
         assert float(total_of(rows, length * direction)[0]) / GRID == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    with pytest.raises(ValueError, match="softening must be at least"):
-        WholeRows(softening=0.0)
+    for nothing in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="softening must be at least"):
+            WholeRows(softening=nothing)
 
 
 def test_a_public_scale_weighs_coordinates_before_rows_are_measured() -> None:
