@@ -105,7 +105,7 @@ class Turned(nn.Module):
     ],
 )
 def test_rows_that_are_not_records_are_refused(model: nn.Module, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DatalensError, match="gets .* rows for 7 records"):
+    with pytest.raises(DatalensError, match=r"gets .* rows for 7 records"):
         private(model)
     monkeypatch.setattr(mixing, "_turned", lambda *_: "")  # where it could not be tried: refused at the step
     made, optimizer, loader = private(model)

@@ -363,7 +363,7 @@ def test_mixed_rows_move_the_sum_further_than_is_paid_for() -> None:
     assert moved(lambda x: x) <= 1 and moved(MIXING["mean"]) > 4 and moved(MIXING["place"]) <= 1
 
 
-# --- the first dimension of every layer is the records -----------------------------------------------------------------
+# --- the first dimension of every layer is the records ----------------------------------------------------------------
 
 MOMENTS = 8  # of each record, and as many records
 

@@ -17,7 +17,7 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.first = nn.Conv2d(3, 8, (5, 3), padding=(2, 1))
         self.down = nn.Conv2d(8, 6, (3, 5), stride=2, padding=(1, 2), bias=False)
         self.thin = nn.Conv2d(6, 4, 1)
         self.light = nn.Linear(5, 4)
@@ -58,7 +58,7 @@ def one_by_one(net: nn.Module, parts: tuple[Tensor, Tensor, Tensor], *, repeats:
 
     cut = [part.unflatten(0, (-1, repeats)) for part in parts]
     found = vmap(grad(loss), in_dims=(None, 0, 0, 0))(weights, *cut)
-    engine, each = RowEngine(net, kind=torch.float32, device=CPU), small()
+    engine, each = RowEngine(net, kind=torch.float32, device=CPU), type(net)()
     rows = []
     for i in range(len(cut[0])):
         with torch.no_grad():
@@ -98,6 +98,35 @@ def test_rows_follow_the_weights_that_were_loaded() -> None:
 
     expected = one_by_one(other, parts, repeats=1)
     torch.testing.assert_close(engine.rows(losses, records=4), expected, rtol=1e-4, atol=1e-6)
+
+
+class Unused(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(5, 2)
+
+
+def test_an_engine_is_used_again_for_other_records_and_for_more_of_them() -> None:
+    """A layer that is not called has rows of zeros, whatever was in the engine's memory before."""
+    net, calls = Unused(), []
+    engine = RowEngine(net, kind=torch.float32, device=CPU)
+    for count, seed, extra in ((4, 0, True), (4, 1, False), (6, 2, False)):
+        parts = examples(count, seed=seed)
+
+        def losses(copy: nn.Module, parts: tuple[Tensor, Tensor, Tensor] = parts, extra: bool = extra) -> Tensor:
+            found = F.cross_entropy(copy(*parts[:2]), parts[2], reduction="none")
+            assert isinstance(copy, Unused)
+            return found + copy.extra(parts[1]).sum(dim=1) if extra else found
+
+        rows = engine.rows(losses, records=count)
+        expected = one_by_one(net, parts, repeats=1) if not extra else None
+        if expected is not None:
+            torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+        calls.append((rows.shape, rows.data_ptr(), bool(rows[:, -12:].any())))
+    assert [shape for shape, _, _ in calls] == [(4, engine.size), (4, engine.size), (6, engine.size)]
+    assert calls[0][1] == calls[1][1]  # new memory costs more than the work
+    assert [learned for _, _, learned in calls] == [True, False, False]
+    assert all(p.grad is None and not p.requires_grad for p in engine._net.parameters())
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

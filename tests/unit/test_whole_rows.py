@@ -68,7 +68,7 @@ def test_the_constants_leave_room_for_what_rounding_does() -> None:
     assert MOST_TOGETHER * GRID <= 2**24
     too_short = whole_rows.TOGETHER * 2.0**-24 / 2  # of a norm: the squares lose twice that
     scaled = 3 * 2.0**-24  # the factor, its product with a number, and the root that was measured
-    assert 1 - whole_rows.LESS > 2 * (too_short + scaled)
+    assert 2 * (too_short + scaled) < 1 - whole_rows.LESS
 
 
 def test_a_row_whose_squares_are_lost_is_not_made_longer_than_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from datalens.bounded.contributions import BoundedSum
 GRID = 2**19  # a row's norm at most; a coordinate's, too
 MOST_TOGETHER = 32  # rows that are added in float32: 32 · 2^19 is 2^24, up to which its whole numbers are exact
 LESS = 1 - 2**-12  # of a row: more than rounding can shorten its measured length by (see `_squares`)
-# Squares below 2^-126 may count as 0 in float32, which shortens a row of 2^40 numbers by 2^-43 at most. The softening is
-# longer than that, so that a row which seems to have no length is not made longer than the grid.
+# Squares below 2^-126 may count as 0 in float32, which shortens a row of 2^40 numbers by 2^-43 at most. The softening
+# is longer than that, so that a row which seems to have no length is not made longer than the grid.
 LEAST_SOFTENING = 2.0**-40
 COLUMNS, TOGETHER = 2**13, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
 
