@@ -18,10 +18,10 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 8, (5, 3), padding=(2, 1))
-        self.down = nn.Conv2d(8, 6, (3, 5), stride=2, padding=(1, 2), bias=False)
+        self.down = nn.Conv2d(8, 6, (3, 5), stride=(2, 1), padding=(1, 2), bias=False)
         self.thin = nn.Conv2d(6, 4, 1)
         self.light = nn.Linear(5, 4)
-        self.last = nn.Linear(4 * 4 * 4, 3, bias=False)
+        self.last = nn.Linear(4 * 4 * 6, 3, bias=False)
 
     def forward(self, images: Tensor, facts: Tensor) -> Tensor:
         hidden = F.silu(self.down(F.silu(self.first(images))))
@@ -31,7 +31,7 @@ class Small(nn.Module):
 
 def examples(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    images = torch.randn(count, 3, 8, 8, generator=random).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(count, 3, 8, 6, generator=random).contiguous(memory_format=torch.channels_last)
     return images, torch.randn(count, 5, generator=random), torch.randint(3, (count,), generator=random)
 
 
