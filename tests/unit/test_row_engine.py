@@ -100,6 +100,26 @@ def test_rows_follow_the_weights_that_were_loaded() -> None:
     torch.testing.assert_close(engine.rows(losses, records=4), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [(0, 0), (1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_convolutions_of_all_shapes(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 2, kernel, stride=stride, padding=padding)
+    images = examples(4)[0]
+    engine = RowEngine(net, kind=torch.float64, device=CPU)
+    rows = engine.rows(lambda copy: copy(images.double()).square().sum(dim=(1, 2, 3)), records=4)
+    for i, row in enumerate(rows):
+        net.zero_grad()
+        net(images[i : i + 1]).square().sum().backward()
+        gradients = nn.Conv2d(3, 2, kernel)
+        with torch.no_grad():
+            for ours, theirs in zip(gradients.parameters(), net.parameters(), strict=True):
+                assert theirs.grad is not None
+                ours.copy_(theirs.grad)
+        torch.testing.assert_close(row.float(), engine.flat(gradients), rtol=1e-4, atol=1e-4)
+
+
 class Unused(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +194,24 @@ class Grouped(Small):
         self.thin = nn.Conv2d(6, 4, 1, groups=2)
 
 
+class Dilated(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin = nn.Conv2d(6, 4, 1, dilation=2)
+
+
+class Mirrored(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin = nn.Conv2d(6, 4, 1, padding_mode="reflect")
+
+
+class Named(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin = nn.Conv2d(6, 4, 3, padding="same")
+
+
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +260,7 @@ class Empty(Small):
         (nn.Identity, "there is nothing to learn"),
         (Twice, "called twice"),
         (Loose, "parameter gain"),
-        (Grouped, "has groups"),
+        *((strange, "layer thin has groups, dilation") for strange in (Grouped, Dilated, Mirrored, Named)),
         (Normed, "mixes records"),
         (Aside, "does not reach the loss"),
     ],

@@ -71,6 +71,19 @@ def test_the_constants_leave_room_for_what_rounding_does() -> None:
     assert 2 * (too_short + scaled) < 1 - whole_rows.LESS
 
 
+def test_few_squares_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many numbers a row has: the margin is for that many."""
+    norm, added = torch.linalg.vector_norm, []
+
+    def seen(numbers: Tensor, dim: int) -> Tensor:
+        added.append(numbers.shape[dim])
+        return norm(numbers, dim=dim)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", seen)
+    total_of(WholeRows(softening=0.01), gradients(2))
+    assert len(added) == 2 * math.ceil(SIZE / whole_rows.COLUMNS) and max(added) <= whole_rows.TOGETHER
+
+
 def test_a_row_whose_squares_are_lost_is_not_made_longer_than_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares of numbers below 1e-19 are lost in float32, so such rows seem to have no length."""
     tiny = [torch.full((1, SIZE), value) for value in (1e-15, 1e-18, 1e-19, 3e-20, 1e-22, 1e-26, 1e-40)]
@@ -171,6 +184,7 @@ def test_a_public_scale_weighs_coordinates_before_rows_are_measured() -> None:
 def test_the_sum_for_the_gate() -> None:
     under_way = WholeSum(WholeRows(softening=0.01), SIZE, device=CPU)
     under_way.add(gradients(4), torch.ones(4))
+    assert under_way.bounded().row_unit == "record"
     found = under_way.bounded(unit="person")
     assert (found.private_total.dtype, found.private_total.shape) == (torch.int64, (1, SIZE))
     assert (found.l2_bound, found.diameter, found.row_unit, found.queries) == (GRID, 2 * GRID, "person", 1)
