@@ -126,6 +126,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def missing_tests(text: str) -> list[str]:
+    """The tests that a page names and that are not there."""
+    named = re.findall(r"`((?:unit|e2e|wiring|fuzz|statistical|golden)/\w+\.py)(?:::(\w+))?`", text)
+    gone = []
+    for file, name in named:
+        path = ROOT / "tests" / file
+        if not path.is_file() or (name and f"\ndef {name}(" not in path.read_text(encoding="utf-8")):
+            gone.append(f"{file}::{name}")
+    return gone
+
+
+def test_the_tests_that_guard_against_faults_are_there() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert text.count("::test_") > 70 and missing_tests(text) == []
+    assert missing_tests("`unit/test_ledger.py::test_nothing` `unit/test_none.py`") == [
+        "unit/test_ledger.py::test_nothing",
+        "unit/test_none.py::",
+    ]
+
+
 def test_the_stewards_table() -> None:
     """The most a suspicion can become: p·e^ε / (p·e^ε + 1 − p)."""
     text = (ROOT / "docs" / "steward.md").read_text(encoding="utf-8")

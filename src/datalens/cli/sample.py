@@ -36,6 +36,7 @@ class Sample:
 
     def __call__(self) -> int:
         from datalens.driver import choose_device
+        from datalens.released.certificate import VERSION
         from datalens.released.release import sample
         from datalens.released.synthetic import check_target, save
 
@@ -57,5 +58,13 @@ class Sample:
         fields |= {"relation": certificate.get("relation"), "accountant": certificate.get("accountant")}
         fields |= {"unit": certificate.get("privacy_unit")}
         fields["statement"] = statement = certificate["statement"]
-        show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
+        version = certificate["version"]
+        fields |= {"certificate_version": version, "qualified": version < VERSION}
+        lines = [f"{len(dataset.images)} images in {self.out}. {statement}"]
+        if version < VERSION:
+            lines.append(
+                f"The certificate is of version {version}, which binds less than version {VERSION} does: `datalens "
+                "verify` says for what you have only the owner's word"
+            )
+        show(fields, lines, json=self.json)
         return 0
