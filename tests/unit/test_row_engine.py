@@ -163,6 +163,17 @@ def test_other_records_change_no_bit_of_a_row(kind: torch.dtype) -> None:
         assert torch.equal(rows_of(net, mixed, kind=kind)[kept], whole[kept])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_where_a_record_lies_in_a_chunk_decides_no_bit_of_its_row(kind: torch.dtype) -> None:
+    """With one record fewer, all that follow it lie elsewhere, and there may be fewer in the chunk."""
+    net, parts = small(), examples(8)
+    whole = rows_of(net, parts, kind=kind)
+    for order in (torch.arange(8).flip(0), torch.tensor([3, 0, 5, 1, 7, 2, 6, 4]), torch.arange(1, 8)):
+        moved = tuple(part[order] for part in parts)
+        moved = (moved[0].contiguous(memory_format=torch.channels_last), *moved[1:])
+        assert torch.equal(rows_of(net, moved, kind=kind), whole[order])  # type: ignore[arg-type]
+
+
 class Mixing(Small):
     def forward(self, images: Tensor, facts: Tensor) -> Tensor:
         return super().forward(images - images.mean(dim=0, keepdim=True), facts)

@@ -38,8 +38,9 @@ class RowEngine:
     Args:
         net: All its parameters belong to `Conv2d` (without groups or dilation) or `Linear` layers, each of which is
             called once in a forward pass, with examples as the first dimension of what goes in. Batch norm is refused.
-            That nothing else in the network, or in the losses, mixes examples is for the caller to make sure. The
-            engine works on a copy; the network that is given is not changed.
+            That nothing else in the network, or in the losses, mixes examples is for the caller to make sure; also
+            that products and convolutions do not round by place (`private.layers`). The engine works on a copy; the
+            network that is given is not changed.
         kind: The type of numbers that the copy computes in.
         device: Where it computes.
 
