@@ -414,6 +414,31 @@ def test_as_many_moments_as_rows_of_the_trial_hide_nothing() -> None:
         private(Turned(), TensorDataset(x, torch.arange(MOMENTS) % 3))
 
 
+def test_a_model_that_returns_its_loss_is_looked_at_too() -> None:
+    """It has no output with a row for each record, so whether it mixes them cannot be told."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Turned()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).square().sum()
+
+    with pytest.raises(DatalensError, match=f"layer inner.each .* gets {MOMENTS} rows for 7 records"):
+        private(Loss(), TensorDataset(moments(), torch.arange(MOMENTS) % 3))
+
+
+def test_a_model_that_needs_as_many_records_is_looked_at_as_far_as_that_goes() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if len(x) < 7:
+            raise ValueError("too few")
+        return x - x.mean(dim=0)
+
+    with pytest.raises(DatalensError, match="mixes records"):
+        private(Net(picky))
+
+
 def test_a_layer_that_does_not_learn_may_turn_its_input() -> None:
     model = nn.Sequential(Turned(), nn.Linear(3, 3))
     model[0].requires_grad_(False)

@@ -83,12 +83,11 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
             return model(*given[0], **given[1])
 
     try:
+        _check_first_dimensions(model, run, {rows: whole, rows - 1: lambda: cut(slice(1, None))})
         moved = _moved(run, whole, lambda: cut(slice(None), change=True), rows, place)
         if not moved and not _rounds_coarsely(model):
             with _without_dropout(model):
                 moved = _shifted(run, whole, lambda: cut(slice(1, None)), rows, 0)
-        # Of two numbers of records, at most one is that of something else.
-        turned = _turned(model, run, whole, rows) or _turned(model, run, lambda: cut(slice(1, None)), rows - 1)
     except (DatalensError, CannotTell):
         raise
     except Exception as error:  # the model is called in another way, or not with so few rows
@@ -98,11 +97,6 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
             f"the model mixes records: in a batch of {rows}, its output for one record changed when another "
             f"{moved}, so one record would change the rows of all; no layer may combine entries of the first "
             "dimension, or use its length"
-        )
-    if turned:
-        raise DatalensError(
-            f"{turned}, and gradients are separated by the first dimension: make it the records in every layer that "
-            "learns, or freeze the layer"
         )
 
 
@@ -196,6 +190,26 @@ def _shifted(run: Callable[[Any], Any], whole: Given, shorter: Given, count: int
         return ""
     after = _rows(run, shorter(), SEEDS[0], count - 1)
     return "was left out" if _far([part[rest] for part in before], after, NEAR) else ""
+
+
+def _check_first_dimensions(model: nn.Module, run: Callable[[Any], Any], batches: dict[int, Given]) -> None:
+    """Raise if a layer that learns does not have the records as its first dimension.
+
+    Args:
+        model: The model.
+        run: Runs it.
+        batches: By number of records. Of two numbers, at most one is that of something else. Fewer records than in the
+            first one may be too few for the model, which is no reason to refuse it.
+    """
+    turned = ""
+    for number, (count, given) in enumerate(batches.items()):
+        with contextlib.suppress(Exception) if number else contextlib.nullcontext():
+            turned = turned or _turned(model, run, given, count)
+    if turned:
+        raise DatalensError(
+            f"{turned}, and gradients are separated by the first dimension: make it the records in every layer that "
+            "learns, or freeze the layer"
+        )
 
 
 def _turned(model: nn.Module, run: Callable[[Any], Any], given: Given, count: int) -> str:
