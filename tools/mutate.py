@@ -115,16 +115,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
     # The wiring: what a method releases, samples, draws and passes on.
     "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
-    "driver.py": (
-        *wired("datalens moments", "datalens topk-sign", "dpmerf"),
-        *("wiring/test_twins_released.py", "unit/test_hostile_files.py"),
-    ),
-    "run/wholeness.py": (
-        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
-        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
-        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
-        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
-    ),
+    "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
     "job.py": ("unit/test_job.py",),
     "run/folder.py": (
         *(
