@@ -283,7 +283,7 @@ def test_weights_loaded_into_a_copy_excuse_no_change_of_the_model() -> None:
 def test_a_layer_is_watched_whatever_its_name() -> None:
     keeper, model = Keeper(data_copy), nn.Sequential()
     model.add_module("what it saw", keeper)
-    model.add_module("head", nn.Linear(6, 3))
+    model.add_module("a head", nn.Linear(6, 3))
     made, optimizer, loader = private(model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     learn(made, optimizer, *next(iter(loader)))
