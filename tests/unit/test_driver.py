@@ -378,6 +378,17 @@ def test_a_rank_that_follows_has_no_run(fake: Fake, tmp_path: Path, monkeypatch:
     assert unlocked(tmp_path / "run")
 
 
+def test_a_method_of_one_process_is_refused_before_records_are_read(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datalens.run.ranks import World
+
+    monkeypatch.setattr(World, "start", classmethod(lambda cls, device: Several(2, 0, [b"0 0"])))
+    with pytest.raises(DatalensError, match="runs in one process"):
+        go(tmp_path / "run")
+    assert fake.done == [] and not (tmp_path / "run").exists()
+
+
 def test_ranks_agree_on_where_and_what(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go(tmp_path / "run")
     world = Several(2, 1, [b"0 0"])
