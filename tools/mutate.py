@@ -118,11 +118,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
     "job.py": ("unit/test_job.py",),
     "run/folder.py": (
-        *(
-            "unit/test_wholeness.py",
-            "unit/test_folder.py",
-            "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said",
-        ),
+        *("unit/test_wholeness.py", "unit/test_folder.py"),
+        "unit/test_ranks.py::test_any_number_of_ranks_reads_what_any_other_wrote",
+        "unit/test_ranks.py::test_files_of_two_steps_are_never_mixed",
+        *("unit/test_ranks.py::test_a_file_that_is_not_named", "unit/test_ranks.py::test_a_file_that_is_gone"),
+        "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said",
         "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
     ),
     "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),

@@ -60,7 +60,7 @@ class Fake:
                 run.interrupted = True
         if self.completed is not None:
             run.completed = self.completed
-        run.lost = self.lost
+        run.lost, run.facts["told"] = self.lost, 3
         return "the model"
 
 
@@ -148,6 +148,7 @@ def test_the_facts_of_a_run(fake: Fake, tmp_path: Path) -> None:
         "interrupted": False,
         "warm_start": "off",
         "sigma": sigma,
+        "told": 3,  # by the method
     }
     assert {name: found[name] for name in expected} == expected
     assert 0 <= found["seconds"] < 1000 and "preset" in found
@@ -344,6 +345,7 @@ def test_counts_and_fingerprints_are_of_all_ranks() -> None:
     assert whole(Several(1, 0)) == driver.Data(count=3, fingerprint=5)
     assert whole(Several(3, 0, [b"4 6", b"10 100"])) == driver.Data(count=17, fingerprint=111)
     assert whole(Several(2, 0, [b"1 8"]), fingerprint=2**256 - 1) == driver.Data(count=4, fingerprint=7)
+    assert whole(Several(2, 0, [f"1 {2**255}".encode()]), fingerprint=2**255 - 1).fingerprint == 2**256 - 1
 
 
 def test_who_may_have_ranks() -> None:
@@ -387,6 +389,16 @@ def test_a_method_of_one_process_is_refused_before_records_are_read(
     with pytest.raises(DatalensError, match="runs in one process"):
         go(tmp_path / "run")
     assert fake.done == [] and not (tmp_path / "run").exists()
+
+
+def test_only_ranks_of_several_wait_for_the_folder(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run is new: a rank that follows creates none."""
+    waited: list[bool] = []
+    monkeypatch.setattr(driver, "_check_folder", lambda *given, wait: waited.append(wait))
+    go(tmp_path / "run")
+    following(monkeypatch, fake, Several(2, 1, [b"0 0"]))
+    assert go(tmp_path / "other") == {}
+    assert waited == [False, True] and not (tmp_path / "other").exists()
 
 
 def test_ranks_agree_on_where_and_what(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
