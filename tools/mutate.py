@@ -125,6 +125,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said",
         "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
     ),
+    "run/wholeness.py": (
+        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
+        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
+        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
+    ),
     "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
     "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
     "api/topagg.py": ("unit/test_voting.py",),
