@@ -189,8 +189,8 @@ def watched_run(
 
     assert options.data is not None
     records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
-    budget, settings = make_plan(options, records.schema)
-    assert isinstance(settings, topagg.TopAggSettings)
+    budget, planned = make_plan(options, records.schema)
+    settings = cast(TopAggSettings, planned)
     if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
         raise ValueError("Theorem 5 holds for thresholded votes only: use decode 'threshold' and signed votes")
     with World.start(options.device) as world:
@@ -282,8 +282,7 @@ def alike() -> list[dict[str, Any]]:
     facts = []
     for name, data in ALIKE.items():
         options = TrainOptions(out=Path(), data=data, **_PRINTED)
-        _, settings = make_plan(options, sources.schema(data))
-        assert isinstance(settings, TopAggSettings)
+        settings = cast(TopAggSettings, make_plan(options, sources.schema(data))[1])
         facts.append({"name": name, **whatever_the_votes(settings)})
     return facts
 

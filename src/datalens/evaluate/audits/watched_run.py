@@ -78,8 +78,8 @@ def make_setup(
         k=WIDTH,
     )
     budget, settings = make_plan(options, SCHEMA)
-    assert isinstance(settings, TopAggSettings)
-    return Setup(budget=budget, settings=dataclasses.replace(settings, teacher_steps_first=FIRST))
+    settings = dataclasses.replace(cast(TopAggSettings, settings), teacher_steps_first=FIRST)
+    return Setup(budget=budget, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
