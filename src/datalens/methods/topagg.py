@@ -224,7 +224,7 @@ class TopAggSettings(Settings):
 
     @property
     def sensitivity(self) -> float:
-        """How far one record can move the sum over a batch: it changes one teacher's row (Lemma 1)."""
+        """The sensitivity of the sum over a batch to one record, which changes one teacher's row (Lemma 1)."""
         return 2 * self.l2_bound
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
