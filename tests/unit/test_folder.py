@@ -106,6 +106,7 @@ def test_what_is_kept_of_a_run(run: Run) -> None:
     assert set(config) == {"version", "options", "settings", "schema", "data_sha256", "launch"}
     assert (config["version"], config["data_sha256"], config["launch"]) == (1, "0" * 64, None)
     assert config["settings"] == run.settings.as_dict() and run.schema == whole.SCHEMA
+    assert (run.completed, run.interrupted, run.answered, run.lost, run.facts) == (0, False, None, None, {})
 
 
 def create(out: Path, **facts: Any) -> Run:
@@ -143,6 +144,11 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DatalensError, match="exists already"):
         create(tmp_path / "run", data_budget=full)
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_folders_above_it_are_made(tmp_path: Path) -> None:
+    create(tmp_path / "a" / "b" / "run").close()
+    assert os.listdir(tmp_path / "a" / "b") == ["run"]
 
 
 def test_one_process_at_a_time(run: Run) -> None:

@@ -117,7 +117,7 @@ def test_a_budget_that_nothing_was_reserved_in_is_not_taken_up_later(begun: Path
 def test_each_command_goes_on_with_its_own_runs(begun: Path, tmp_path: Path) -> None:
     with pytest.raises(DatalensError, match=r"begun by `datalens train`"):
         make_job(resumed(begun, method="sgd"), set(), None)
-    run = begin(TrainOptions(data="digits", out=tmp_path / "s", method="sgd", noise_seed=1))
+    run = begin(TrainOptions(data="digits", out=tmp_path / "s", method="sgd", noise_seed=1, accountant="rdp-improved"))
     with pytest.raises(DatalensError, match=r"begun by `datalens sgd`"):
         make_job(resumed(run), set(), None)
     assert make_job(resumed(run, method="sgd"), set(), None).begun
