@@ -435,4 +435,8 @@ def test_room_is_made_in_the_runs_own_journal(run: Run) -> None:
     ask(run, 0)
     run.close()
     assert room == [True]
+    again = Run.open(run.path)
+    again.journal.make_room(1000)  # and then the budget is spent
+    assert (run.path / "journal" / "room.tmp").stat().st_size > 8000
+    again.close()
     assert np.array_equal(values(run), [0]) and not list((run.path / "journal").glob("*.tmp"))
