@@ -50,8 +50,12 @@ EVERY = [
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The training digits, and the same with labels that mean nothing."""
-    folder, data = tmp_path_factory.mktemp("digits"), formats.load("digits", "train")
+    return write_digits(tmp_path_factory.mktemp("digits"))
+
+
+def write_digits(folder: Path) -> dict[str, Path]:
+    """Write the training digits, and the same with labels that mean nothing; return their files."""
+    data = formats.load("digits", "train")
     shuffled = np.random.default_rng(0).permutation(data.labels)
     for name, labels in (("real", data.labels), ("shuffled", shuffled)):
         np.savez(folder / f"{name}.npz", images=data.images, labels=labels, classes=[str(i) for i in range(10)])
