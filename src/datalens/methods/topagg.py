@@ -670,8 +670,9 @@ def learn(
                 break  # an interruption cost a release: the run ends with fewer steps, within the budget
             run.journal.save(noisy)
         student.step(fakes, decode(noisy))
-        agreed, noise = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
-        run.log(step, teacher_loss=loss, agreement=agreed, agreement_noise=noise, **diagnose(student, step, s.steps))
+        agreed, chance = agreement(noisy, teachers=s.teachers, longest=s.l2_bound)
+        found = {"agreement": agreed, "agreement_by_chance": chance, **diagnose(student, step, s.steps)}
+        run.log(step, teacher_loss=loss, **found)
     return student
 
 
