@@ -43,7 +43,8 @@ def measure(asked: argparse.Namespace, folder: Path) -> None:
         generator, _ = load_generator(out / "release")
         assert isinstance(generator, Generator)
         spread = spread_of(generator, seed=0)
-        facts = {"data": asked.data, **how, "noise": asked.noise, "between": round(spread.between, 4), "within": round(spread.within, 4)}
+        facts = {"data": asked.data, **how, "noise": asked.noise}
+        facts |= {"between": round(spread.between, 4), "within": round(spread.within, 4)}
         held_out.score("algorithm 1", generator, images, labels, torch.device("cpu"), **facts)
 
 

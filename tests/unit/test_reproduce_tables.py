@@ -341,7 +341,7 @@ def differences(cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_no_kept_cell_is_of_an_earlier_loop() -> None:
-    """Cells with teachers have the settings that their options have today; else a table would show two methods as one."""
+    """Cells with teachers have the settings of their options today; else a table would show two methods as one."""
     kept_there = Path(__file__).parents[2] / "docs" / "results"
     seen: dict[str, dict[str, Any]] = {}
     for name, table in harness.tables().items():

@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         real = 0.99 if more["accuracy_real"] is None else more["accuracy_real"]
         cost = {"epsilon": cell.options["epsilon"], "epsilon_spent": cell.options["epsilon"] - 0.001, "delta": 1e-5}
         return {
-            "options": cell.options,
+            "options": cell.asked,
             "utility": {
                 "accuracy": 0.9 + cell.options["seed"] / 100,
                 "accuracy_real": real,
