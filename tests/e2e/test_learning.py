@@ -64,7 +64,8 @@ def write_digits(folder: Path) -> dict[str, Path]:
 
 def accuracy(data: Path, out: Path, **options: Any) -> float:
     """Train, sample a thousand images, and classify real test digits by the nearest mean of a class."""
-    train(TrainOptions(data=str(data), nominal_size=1437, out=out, **options))
+    if train(TrainOptions(data=str(data), nominal_size=1437, out=out, **options))["interrupted"]:
+        raise KeyboardInterrupt  # fewer steps than planned would be judged
     made, test = sample(out / "release", count=1000, seed=0), formats.load("digits", "test")
     judge = NearestCentroid().fit(made.images.reshape(len(made.images), -1), made.labels)
     return float(judge.score(test.images.reshape(len(test.images), -1), test.labels))
