@@ -405,7 +405,7 @@ def test_every_format_is_read_with_one_line_of_others(model: DataLens, tmp_path:
     synthetic.to_parquet(tmp_path / "s.parquet")
     synthetic.to_folder(tmp_path / "s")
     arrays = np.load(tmp_path / "s.npz", allow_pickle=False)
-    assert np.array_equal(arrays["images"], synthetic.images[..., 0])
+    assert np.array_equal(arrays["images"], synthetic.images)
     assert "present or absent" in str(arrays["certificate"])
     table = pd.read_parquet(tmp_path / "s.parquet")
     assert table["label"].tolist() == synthetic.labels.tolist()
