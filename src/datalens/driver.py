@@ -39,7 +39,12 @@ NEWS_SECONDS = 60.0  # a network file system may take this long to show one mach
 
 
 def train(
-    options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None, kept: str | None = None
+    options: TrainOptions,
+    given: set[str] | None = None,
+    *,
+    records: "Records | None" = None,
+    kept: str | None = None,
+    method: Method | None = None,
 ) -> dict[str, Any]:
     """Train, or resume a run, and write its release.
 
@@ -50,6 +55,7 @@ def train(
             with.
         records: used instead of a file; `options.data` is then only a name.
         kept: where the release is after this call, in words, if the caller deletes the run.
+        method: used instead of the registered one, whose settings it has: a figure that watches the votes of a run.
 
     Returns:
         The facts that `--json` prints, on rank 0; an empty dict on other ranks.
@@ -65,7 +71,7 @@ def train(
         world = stack.enter_context(World.start(options.device))
         job = world.together(lambda: make_job(options, given, records))
         world.agree({"out": str(options.out), **job.facts()})
-        settings, method = job.settings, method_of(job.settings)
+        settings, method = job.settings, method or method_of(job.settings)
         world.together(lambda: _check_ranks(settings, method, world))
         asked = {**job.options, **options.own}
         held_out = _held_out(job) if records is None else None  # arrays from Python have no test split

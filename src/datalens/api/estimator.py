@@ -387,13 +387,9 @@ class DataLens(BaseEstimator):
         Raises:
             DatalensError: the pickle has files that no release has.
         """
-        from datalens.pages import REPORT
-        from datalens.released.certificate import CERTIFICATE, LEDGER, MODEL, PAGE, PICTURE, SIGNATURE, WEIGHTS
-
         super().__setstate__(state)
         if not hasattr(self, "_files"):
             return
-        known = {CERTIFICATE, LEDGER, MODEL, PAGE, PICTURE, REPORT, SIGNATURE, WEIGHTS}
-        if strange := sorted(self._files.keys() - known):
+        if strange := [name for name in self._files if Path(name).name != name or name.startswith(".")]:
             raise DatalensError(f"the pickled model has {strange[0]!r}, which is no file of a release: save it again")
         self._restore()

@@ -11,10 +11,6 @@ from datalens.options import BudgetOptions, DataOptions, Json, MethodOptions, Pr
 from datalens.progress import duration
 
 if TYPE_CHECKING:
-    from datalens.data.records import Records
-    from datalens.data.schema import Schema
-    from datalens.plans.base import Settings
-    from datalens.privacy.ledger import Budget
     from datalens.public.theorem6 import Suggestion
 
 
@@ -33,7 +29,7 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         from datalens.data import formats
         from datalens.data.own.reading import Reading
         from datalens.data.records import check_fixed_positions
-        from datalens.evaluate.inspection import OWNER_ONLY
+        from datalens.evaluate.inspection import OWNER_ONLY, judged_files
         from datalens.plans.guidance import read_off_warnings, warnings, worth
         from datalens.plans.registry import make_plan
         from datalens.privacy.ledger import json_number
@@ -50,7 +46,7 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         expected = settings.expect(schema, budget)
         warned = warnings(budget, schema, settings) + read_off_warnings(schema)
         suggested, seconds = settings.suggestion(), settings.seconds(schema)
-        judged = self._judged(settings, schema, budget, records)
+        judged = [] if records is None else judged_files(settings, schema, budget, records)
         stamp = "" if math.isfinite(budget.epsilon) else " NOT PRIVATE: no noise, and no guarantee."
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}.",
@@ -91,18 +87,6 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
             fields["for_the_owner_only"] = {"classes": judged, "note": OWNER_ONLY}
         show(fields, lines, json=self.json)
         return 0
-
-    def _judged(self, settings: "Settings", schema: "Schema", budget: "Budget", records: "Records | None") -> list[str]:
-        """Return a judgement of every class of the user's own files, by exact counts: for the owner only.
-
-        Arrays would have to be loaded for it: `datalens inspect` does that.
-        """
-        from datalens.data.images import ImageRecords
-        from datalens.evaluate.inspection import class_units, judged
-
-        if not isinstance(records, ImageRecords) or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
-            return []
-        return judged(settings, schema, budget, class_units(records))
 
 
 def _advice(best: "Suggestion", k: int) -> str:

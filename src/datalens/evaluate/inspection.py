@@ -19,9 +19,10 @@ import numpy as np
 
 from datalens.data import formats
 from datalens.data.images import WORKERS, Encoded, ImageRecords
+from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.pixels import Kind, checked_kind
-from datalens.data.records import Dataset, OnDisk, block_records, draw, person_key
+from datalens.data.records import Dataset, OnDisk, Records, block_records, draw, person_key
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
@@ -250,6 +251,16 @@ def judged(settings: Settings, schema: Schema, budget: Budget, counts: Mapping[s
     ]
 
 
+def judged_files(settings: Settings, schema: Schema, budget: Budget, records: Records) -> list[str]:
+    """Return what to expect of each class of the user's own files, by exact counts: for the owner only.
+
+    [] for methods that cannot tell, and for arrays, which would have to be loaded for it: `datalens inspect` does that.
+    """
+    if not isinstance(records, ImageRecords) or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
+        return []
+    return judged(settings, schema, budget, class_units(records))
+
+
 def class_units(records: ImageRecords) -> dict[str, int]:
     """Return how many records (or persons) each class has. No image is decoded. For the owner only."""
     classes, by_person = records.schema.classes, records.schema.by_person
@@ -273,8 +284,6 @@ SHOWN = 4  # number of values of a column that are shown
 
 def columns_of(path: Path) -> list[dict[str, Any]]:
     """Return the columns of a table with their kinds and a few values; [] if the data is no table."""
-    from datalens.data.own import tables
-
     if path.suffix == ".csv":
         names, rows = tables.read_csv(path)
         values = {name: [row[name].strip() for row in rows] for name in names}
@@ -326,12 +335,10 @@ def suggested(columns: list[dict[str, Any]], reading: Reading) -> dict[str, str]
 
     A column of many values that repeat is likely a person; one of few values that all repeat is likely a label.
     """
-    from datalens.data.own.tables import LABEL, PATHS, SPLIT
-
     found = {}
-    rest = [one for one in columns if one["name"].lower() not in (*PATHS, SPLIT) and not one["missing"]]
+    rest = [one for one in columns if one["name"].lower() not in (*tables.PATHS, tables.SPLIT) and not one["missing"]]
     labels = [one for one in rest if 2 <= one["distinct"] <= min(MOST_VALUES, one["records"] // 2)]
-    if reading.label is None and labels and all(one["name"].lower() != LABEL for one in columns):
+    if reading.label is None and labels and all(one["name"].lower() != tables.LABEL for one in columns):
         found["label"] = max(labels, key=lambda one: (bool(_CLASS.search(one["name"])), one["kind"] == "text"))["name"]
     persons = [
         one

@@ -76,8 +76,8 @@ RELEASES = (
 
 SIGMAS = 1e-6  # relative tolerance of σ: versions of the libraries may round it differently
 # What becomes of a class, by the larger noise-to-signal ratio of its covariances (of coordinates, of texture). A class
-# with less than two thirds of the records of the largest one is rare: a classifier learns to know it by its noise, so far less
-# noise is too much for it. Measured: benchmarks/rare_classes.py, benchmarks/small_data.py, docs/utility.md.
+# with less than two thirds of the records of the largest one is rare: a classifier learns to know it by its noise, so
+# far less noise is too much for it. Measured: benchmarks/rare_classes.py, benchmarks/small_data.py, docs/utility.md.
 VARIED, USABLE, DOUBTFUL = 0.1, 0.5, 1.5
 RARE, RARE_USABLE, RARE_DOUBTFUL = 2 / 3, 0.05, 0.13
 WORDS = (
