@@ -79,7 +79,7 @@ def after_dpsgd(space: dict[str, Any], said: str, folder: Path) -> None:
 
 
 def after_tutorial(space: dict[str, Any], said: str, folder: Path) -> None:
-    assert "(2000, 8, 8) (2000,) ['high' 'low' 'middle']" in said
+    assert "(2000, 8, 8, 1) (2000,) ['high' 'low' 'middle']" in said
     assert len(list((folder / "synthetic-folder").rglob("*.png"))) == 300
     assert (folder / "runs/scans/owner.html").is_file() and (folder / "runs/scans/release/report.html").is_file()
     assert (folder / "runs/scans/evaluation.json").is_file()
