@@ -43,7 +43,7 @@ def test_fit_and_sample(model: DataLens) -> None:
     assert not np.array_equal(synthetic.images, model.sample(40, seed=1).images)
     assert set(model.sample(10, labels=["dog"]).labels) == {1} == set(model.sample(10, labels=[1]).labels)
     assert np.bincount(model.sample(11, balanced=True).labels).tolist() == [6, 5]
-    with pytest.raises(DatalensError, match="--class bird is none of the 2 classes: cat, dog"):
+    with pytest.raises(DatalensError, match="labels= bird is none of the 2 classes: cat, dog"):
         model.sample(10, labels=["bird"])
 
 

@@ -53,7 +53,8 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
             *(f"expect: {line}" for line in expected),
             f"cost: {budget.describe(budget.epsilon)}, for one {schema.record_unit}.{stamp} {worth(budget.epsilon)}",
             *([] if seconds is None else [f"time: about {duration(seconds)} on this CPU, by a timed part"]),
-            *(judged and [f"THIS PART IS {OWNER_ONLY}:", *judged]),
+            *(judged and [f"THIS PART IS {OWNER_ONLY}:", *(f"  {line}" for line in judged)]),
+            *([_advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
             *(f"warning: {line}" for line in warned),
             f"read from the data: {'nothing' if records is None else formats.looked_at(records)}.",
         ]
@@ -73,7 +74,6 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
                 f"noise/signal: {settings.signal}",
                 "",
                 *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-                *(["", _advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
             ]
         )
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
