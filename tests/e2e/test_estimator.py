@@ -296,7 +296,7 @@ def test_a_person_with_several_images_is_protected_as_a_whole(tmp_path: Path) ->
         ({"relation": "other"}, "relation must be one of add-remove, replace-one"),
         ({"epsilon": "1"}, "epsilon must be a number"),
         ({"seed": 0.5}, "seed must be a whole number"),
-        ({"options": {"textures": 0}}, "there is no option --textures"),
+        ({"options": {"textures": 0}}, r"there is no option options=\{'textures': …\}; `datalens train --method"),
         ({"options": {"out": "x"}}, "'out' is no option"),
         ({"options": {"epsilon": 50.0}}, "'epsilon' is a parameter of DataLens itself"),
         ({"options": {"relation": "replace-one"}}, "'relation' is a parameter of DataLens itself"),

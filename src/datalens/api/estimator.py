@@ -73,7 +73,9 @@ def _in_python() -> Iterator[None]:
     try:
         yield
     except DatalensError as error:
-        said = re.sub(r"--([a-z][a-z-]*[a-z])", lambda found: _called(found[1]), str(error))
+        parts = str(error).split("`")  # between backquotes are commands, which stay as they are typed
+        parts[::2] = (re.sub(r"--([a-z][a-z-]*[a-z])", lambda found: _called(found[1]), part) for part in parts[::2])
+        said = "`".join(parts)
         if said == str(error):
             raise
         raise type(error)(said, exit_code=error.exit_code) from None
@@ -203,13 +205,13 @@ class DataLens(BaseEstimator):
         if hasattr(self, "release_") and self.budget is None:
             warnings.warn(
                 "a second fit spends a second epsilon on records that are in both: budget= keeps count of the total",
-                stacklevel=4,
+                stacklevel=3,
             )
         if self.nominal_size is None and self.relation == "add-remove":
             warnings.warn(
                 f"the true number of {units} is declared public; under add-remove it is private: give a round figure "
                 "with nominal_size=",
-                stacklevel=4,
+                stacklevel=3,
             )
         records, values = records_and_classes(
             images,
@@ -226,7 +228,7 @@ class DataLens(BaseEstimator):
             warnings.warn(
                 "the labels that occur are declared public, and reveal a record that is the only one of its class: "
                 "declare the possible labels with classes=",
-                stacklevel=4,
+                stacklevel=3,
             )
         home = Scratch()  # private; deleted with the model or, if this process is killed, when the next one is made
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
