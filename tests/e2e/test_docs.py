@@ -68,7 +68,7 @@ def one_image_of_each(path: Path) -> None:
 
 def after_python(space: dict[str, Any], said: str, folder: Path) -> None:
     assert "(1, 1e-05)-differentially private" in said and "torch.Size([784])" in said
-    assert space["arrays"]["images"].shape == (1000, 8, 8) and len(space["table"]) == len(space["rows"]) == 1000
+    assert space["arrays"]["images"].shape == (1000, 8, 8, 1) and len(space["table"]) == len(space["rows"]) == 1000
     assert set(space["only"].labels) == {3, 5}
     images, labels = next(iter(space["batches"]))
     assert images.shape == (64, 1, 8, 8) and labels.shape == (64,)
@@ -79,7 +79,7 @@ def after_dpsgd(space: dict[str, Any], said: str, folder: Path) -> None:
 
 
 def after_tutorial(space: dict[str, Any], said: str, folder: Path) -> None:
-    assert "(2000, 8, 8) (2000,) ['high' 'low' 'middle']" in said
+    assert "(2000, 8, 8, 1) (2000,) ['high' 'low' 'middle']" in said
     assert len(list((folder / "synthetic-folder").rglob("*.png"))) == 300
     assert (folder / "runs/scans/owner.html").is_file() and (folder / "runs/scans/release/report.html").is_file()
     assert (folder / "runs/scans/evaluation.json").is_file()
