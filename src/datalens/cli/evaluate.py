@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
@@ -47,9 +47,71 @@ class Evaluate:
     """Measure again, instead of using cached results."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
+    publish: bool = False
+    """Release an accuracy that may be published: answers on held-out records, with noise, into the release. It costs
+    the held-out records --epsilon. Nothing else is measured."""
+    epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """With --publish: what it may cost a held-out record. 0.1 is little."""
+    delta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: the run's)")] = None
+    """With --publish: the δ beside that ε."""
+    overlap: Literal["find-out", "none", "some"] = "find-out"
+    """With --publish: whether records that were trained on may be among the held-out ones, if you know."""
+    held_out: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """With --publish, your own data: about how many records (persons) are held out, declared public."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: the run's)")] = None
+    """With --publish: the budget that the held-out records belong to."""
+    plan: bool = False
+    """With --publish: say which interval to expect, and release nothing."""
+    again: bool = False
+    """With --publish: pay once more, for a table that an interruption lost or that a new release needs."""
     json: Json = False
 
     def __call__(self) -> int:
+        if self.publish:
+            return self._publish()
+        return self._measure()
+
+    def _publish(self) -> int:
+        from datalens.data import formats
+        from datalens.data.own.reading import Reading
+        from datalens.driver import choose_device
+        from datalens.evaluate import publish
+        from datalens.privacy.ledger import read_ledger
+        from datalens.run.folder import read_config
+
+        if self.epsilon is None:
+            raise DatalensError("--publish needs --epsilon, what it may cost each held-out record: 0.1, for example")
+        config = read_config(self.synthetic)
+        ledger, _ = read_ledger(self.synthetic / "ledger.jsonl")
+        reading = Reading.of(self.files)
+        if self.plan:
+            schema = config["schema"]
+            records = self.held_out or len(formats.load(self.data, "test", folder=self.data_folder, reading=reading).images)
+            fields, lines = publish.plan(
+                len(schema["classes"]), records, epsilon=self.epsilon, relation=ledger.relation
+            )
+            show(fields, lines, json=self.json)
+            return 0
+        held_out = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
+        wish = publish.Wish(
+            epsilon=self.epsilon,
+            delta=ledger.delta if self.delta is None else self.delta,
+            data=self.data,
+            folder=self.data_folder,
+            reading=reading,
+            overlap=self.overlap,
+            budget=self.budget,
+            held_out=self.held_out,
+            images=self.count,
+            epochs=self.epochs,
+            again=self.again,
+            classifier="augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0],
+        )
+        fields, lines = publish.publish(self.synthetic, held_out, wish, device=choose_device(self.device))
+        show(fields, lines, json=self.json)
+        return 0
+
+    def _measure(self) -> int:
         from datalens.data import formats
         from datalens.data.own.reading import Reading
         from datalens.data.records import Dataset

@@ -27,6 +27,7 @@ class Verify:
 
     def __call__(self) -> int:
         from datalens.privacy.ledger import json_number, upwards
+        from datalens.released import publication
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release
 
@@ -38,6 +39,7 @@ class Verify:
             return EXIT_REFUSED
         problems, prices = list(verification.problems), verification.spent_by()
         certificate, budget = verification.certificate, verification.budget
+        published = certificate.get(publication.FIELD)
         run_ledger = self.run / LEDGER
         if release != self.run and run_ledger.is_file() and run_ledger.read_bytes() != (release / LEDGER).read_bytes():
             longer = run_ledger.read_bytes().startswith((release / LEDGER).read_bytes())
@@ -71,6 +73,7 @@ class Verify:
             "private": verification.private,
             "problems": problems,
             "not_stated": list(verification.notes),
+            "published_accuracy": published,
             "signature": signature,
             "samples": None if self.samples is None else str(self.samples),
             "warnings": list(verification.warnings),
@@ -87,6 +90,8 @@ class Verify:
         lines.append(f"  The privacy unit is {verification.unit}.")
         if self.samples is not None and not problems:
             lines.append(f"  {self.samples} is what its generator draws.")
+        if published is not None and not problems:
+            lines += [f"  {line}." for line in publication.said(published)]
         lines.append(f"  Signature: {signature}.")
         lines += [f"  not stated: {line}" for line in verification.notes]
         lines += [f"  warning: {line}" for line in verification.warnings]

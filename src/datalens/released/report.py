@@ -26,11 +26,13 @@ from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfMan
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
+from datalens.released.publication import FIELD, figures_of
 from datalens.released.weights import load_generator
 
 CONTENTS = (
     ("guarantee", "The guarantee"),
     ("data", "What is in it"),
+    ("accuracy", "How good it is"),
     ("budget", "The budget"),
     ("use", "Use it"),
     ("check", "Check it"),
@@ -93,7 +95,8 @@ def _page(release: Path, like: bytes) -> bytes:
         page_format=FORMAT,
         title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
         eyebrow="datalens · privacy report",
-        contents=CONTENTS,
+        contents=[entry for entry in CONTENTS if entry[0] != "accuracy" or FIELD in c],
+        accuracy=published_accuracy(c),
         public=c["public"],
         size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
         seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
@@ -147,6 +150,35 @@ def _origin(c: dict[str, Any]) -> str:
     if math.isinf(float(c["epsilon_spent"])):
         return "none"
     return "secret, from the operating system" if c["noise"]["secure"] else "from a known seed"
+
+
+def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the page says of the published accuracy, from the certificate; None if nothing was published."""
+    if FIELD not in c:
+        return None
+    fields = c[FIELD]
+    found, asked = fields["figures"], fields["asked"]
+    by_class = [
+        (name, None, "too few records to tell")
+        if one is None
+        else (name, percent(one[0]), f"{percent(one[1])} to {percent(one[2])}")
+        for name, one in zip(c["public"]["classes"], found["classes"], strict=True)
+    ]
+    return {
+        "accuracy": percent(found["accuracy"]),
+        "interval": f"{percent(found['low'])} to {percent(found['high'])}",
+        "majority": percent(found["majority"]),
+        "verdict": figures_of(fields).verdict,
+        "by": fields["answered_by"],
+        "held_out": asked["held_out"],
+        "statement": fields["statement"],
+        "classes": by_class,
+    }
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with one digit."""
+    return f"{100 * share:.1f} %"
 
 
 # --- the picture ----------------------------------------------------------------------------------
