@@ -344,11 +344,13 @@ def test_nonsense_is_refused(value: dict[str, Any]) -> None:
         publication.read({**one.fields(TRAINING, SCHEMA), **value}, one.budget, one.events, SCHEMA)
 
 
-@pytest.mark.parametrize("change", [{"moved": 0}, {"part": ""}, {"step": 1}, {"row_unit": "person"}, {"noise": "seeded"}])
+@pytest.mark.parametrize(
+    "change", [{"moved": 0}, {"part": ""}, {"step": 1}, {"row_unit": "person"}, {"noise": "seeded"}]
+)
 def test_a_charge_for_something_else_is_found(change: dict[str, Any]) -> None:
     one = published()
     (event,) = one.events
     assert isinstance(event, LaplaceEvent)
-    other = LaplaceEvent(**{**{n: v for n, v in vars(event).items()}, **change})
+    other = LaplaceEvent(**(vars(event) | change))
     wrong = Publication(asked=one.asked, budget=one.budget, events=(other,), table=one.table)
     assert publication.problems(one.fields(TRAINING, SCHEMA), wrong, TRAINING, SCHEMA)

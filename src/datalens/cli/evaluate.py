@@ -86,7 +86,9 @@ class Evaluate:
         reading = Reading.of(self.files)
         if self.plan:
             schema = config["schema"]
-            records = self.held_out or len(formats.load(self.data, "test", folder=self.data_folder, reading=reading).images)
+            records = self.held_out or len(
+                formats.load(self.data, "test", folder=self.data_folder, reading=reading).images
+            )
             fields, lines = publish.plan(
                 len(schema["classes"]), records, epsilon=self.epsilon, relation=ledger.relation
             )

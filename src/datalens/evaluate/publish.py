@@ -1,7 +1,8 @@
-"""Publish the accuracy of a run: the table of a classifier's answers on held-out records, with noise, through the gate.
+"""Publish the accuracy of a run: a table of answers on held-out records, released with noise through the gate.
 
-The table has a ledger of its own, in `publication/` of the run folder, since other records pay for it (docs/privacy.md).
-A killed publication is repeated by the same command: a value that was journaled is used again, and not paid twice.
+The table has a ledger of its own, in `publication/` of the run folder, since other records pay for it than those that
+were trained on (docs/privacy.md). A killed publication is repeated by the same command: a value that was journaled is
+used again, and not paid twice.
 """
 
 import json
@@ -19,7 +20,6 @@ from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset
 from datalens.errors import DatalensError
-from datalens.evaluate.classifiers import ClassifierName
 from datalens.evaluate.utility import check_like, normalise, train_classifier
 from datalens.files import sync_directory, write_atomically
 from datalens.plans.base import Settings
@@ -66,7 +66,7 @@ class Wish:
     overlap: Literal["find-out", "none", "some"] = "find-out"
     budget: Path | None = None
     held_out: int | None = None
-    classifier: ClassifierName = "augmented"
+    classifier: str = "augmented"
     images: int = 10_000
     epochs: int = 10
     again: bool = False
@@ -114,7 +114,9 @@ def scale_for(epsilon: float, moved: int) -> float:
 # --- the publication --------------------------------------------------------------------------------------------------
 
 
-def publish(path: Path, held_out: Dataset, wish: Wish, *, device: torch.device | str) -> tuple[dict[str, Any], list[str]]:
+def publish(
+    path: Path, held_out: Dataset, wish: Wish, *, device: torch.device | str
+) -> tuple[dict[str, Any], list[str]]:
     """Release the table of answers on held-out records, and write it into the release of a run.
 
     Args:
@@ -175,7 +177,7 @@ def check_held_out(run: Run, held_out: Dataset) -> None:
     like = sample(run.path / "release", count=1, seed=0) if run.settings.makes != "classifier" else None
     if like is not None:
         check_like(like, "held-out set", held_out.images, held_out.labels)
-    elif found.shape != expected.shape or getattr(run.settings, "features", 0):
+    elif found.shape != expected.shape or bool(getattr(run.settings, "features", None)):
         raise DatalensError("this needs images of the run's size, and a classifier of pixels, not of features")
 
 
@@ -386,8 +388,8 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
         )
     if common := in_both(held_out, units):
         raise DatalensError(
-            f"{common} of the {len(held_out.images)} held-out images belong to records that were trained on: leave them "
-            "out, or say --overlap some, and the certificate adds the two costs up"
+            f"{common} of the {len(held_out.images)} held-out images belong to records that were trained on: leave "
+            "them out, or say --overlap some, and the certificate adds the two costs up"
         )
     return "none", "persons" if run.schema.by_person else "images"
 
@@ -402,7 +404,6 @@ def _training_units(run: Run) -> set[bytes] | None:
             folder=options.get("data_folder"),
             reading=Reading.of(options),
         )
-        say("comparing the held-out records with the training data")
         units, fingerprint = units_of(records)
     except (DatalensError, OSError):
         return None

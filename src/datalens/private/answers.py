@@ -79,9 +79,11 @@ def units_of(records: Records) -> tuple[set[bytes], int]:
             return np.zeros(len(index), dtype=np.int64)
         return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
-    for block in records.blocks(everyone):
-        fingerprint = (fingerprint + block_fingerprint(block, shared=by_person)) % FINGERPRINT_MODULUS
-        units |= set() if by_person else set(map(pixel_hash, block.images))
+    with bar("training records", records.schema.nominal_size) as (progress, task):
+        for block in records.blocks(everyone):
+            fingerprint = (fingerprint + block_fingerprint(block, shared=by_person)) % FINGERPRINT_MODULUS
+            units |= set() if by_person else set(map(pixel_hash, block.images))
+            progress.advance(task, len(block.index))
     return (set(numbers) if by_person else units), fingerprint
 
 

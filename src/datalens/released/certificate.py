@@ -112,7 +112,10 @@ def contents(
         certificate = contents(settings, schema, budget, events, version=version)
         fields = published.fields(budget, schema)
         certificate["statement"] += " " + fields["statement"]
-        certificate["not_covered"] = [f"{EVALUATION}, other than the published accuracy", *certificate["not_covered"][1:]]
+        certificate["not_covered"] = [
+            f"{EVALUATION}, other than the published accuracy",
+            *certificate["not_covered"][1:],
+        ]
         return {**certificate, publications.FIELD: fields}
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = is_private(budget, events)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from datalens.data.schema import LARGEST_NUMBER, Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.privacy.events import Event, LaplaceEvent
-from datalens.privacy.ledger import Budget, json_number, upwards
+from datalens.privacy.ledger import Budget, upwards
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, Figures, figures
 
 PART = "published-accuracy"  # the part that its charges name
@@ -93,12 +93,12 @@ class Publication:
 
         A record in both pays the sum of the two budgets (basic composition).
         """
-        both = [training.epsilon + self.budget.epsilon, training.delta + self.budget.delta]
-        found = [
-            ["trained on", json_number(training.epsilon), training.delta],
+        both: list[Any] = ["both", training.epsilon + self.budget.epsilon, training.delta + self.budget.delta]
+        found: list[list[Any]] = [
+            ["trained on", training.epsilon, training.delta],
             ["held out", self.budget.epsilon, self.budget.delta],
         ]
-        return [*found, ["both", *map(json_number, both)]] if self.asked.overlap == "some" else found
+        return [*found, both] if self.asked.overlap == "some" else found
 
     def statement(self, training: Budget, schema: Schema) -> str:
         """Return the guarantee for held-out records, as it follows the certificate's statement."""

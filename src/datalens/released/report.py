@@ -42,6 +42,7 @@ MOST_STOPS, SLOW_STOPS = 40, 7  # points of a curve; fewer for accountants that 
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on, a guess may become a certainty, to within a thousandth
 MOST_PICTURE = 3_000_000  # bytes; base64 on the page adds a third
+LEAST_SHOWN = 56  # pixels of the screen for an image: smaller ones are enlarged, by a whole factor
 MOST_LINES = 20  # lines of the table of releases
 CHARGED = "releases charged"
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
@@ -211,6 +212,7 @@ def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MO
         "classes": shown,
         "width": width,
         "height": height,
+        "shown": width * max(1, round(LEAST_SHOWN / (height / max(1, len(shown))))),
         "caption": "Drawn from the generator with seed 0, a row a class",
         "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
     }
