@@ -172,7 +172,6 @@ def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
         "verdict": figures_of(fields).verdict,
         "by": fields["answered_by"],
         "held_out": asked["held_out"],
-        "statement": fields["statement"],
         "classes": by_class,
     }
 
@@ -204,18 +203,22 @@ def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MO
             while len(content) > most:
                 image.thumbnail((image.width * 3 // 4, image.height * 3 // 4))
                 content = _png(image)
-            width, height = image.size
     except (OSError, ValueError, SyntaxError) as error:
         raise DatalensError(f"{release / certificates.PICTURE} is not a picture: fetch the release again") from error
     return {
         "base64": base64.b64encode(content).decode(),
         "classes": shown,
-        "width": width,
-        "height": height,
-        "shown": width * max(1, round(LEAST_SHOWN / (height / max(1, len(shown))))),
+        **size_shown(content, len(shown)),
         "caption": "Drawn from the generator with seed 0, a row a class",
         "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
     }
+
+
+def size_shown(png: bytes, rows: int) -> dict[str, int]:
+    """Return width and height of a grid of images, and the width at which the page shows it."""
+    with Image.open(BytesIO(png)) as image:
+        width, height = image.size
+    return {"width": width, "height": height, "shown": width * max(1, round(LEAST_SHOWN * rows / height))}
 
 
 def _png(image: Image.Image) -> bytes:
