@@ -37,10 +37,10 @@ def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, A
         delta: δ at which ε is computed.
     """
     plain = all(isinstance(event, GaussianEvent) for event, _ in charges)
-    found: list[tuple[float, AccountantName]] = []
+    prices: list[tuple[float, AccountantName]] = []
     for name in ("exact",) if plain else ("rdp-improved", "prv"):
         try:
-            found.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
+            prices.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
         except DatalensError:  # this accountant does not price the mix, or its library is not installed
             continue
     gaussian = [(event, times) for event, times in charges if isinstance(event, GaussianEvent)]
@@ -48,10 +48,10 @@ def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, A
     smooth = all(event.smooth for event, _ in gaussian if isinstance(event, DiscreteGaussianEvent))
     if counts and smooth and len(gaussian) + len(counts) == len(charges):
         pure = math.fsum(event.loss * event.moved * times for event, times in counts)
-        found.append((Accountant(name="exact").price(gaussian, delta) + pure, "exact"))
-    if not found:  # discrete noise below LEAST_SMOOTH together with other noise
-        found.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
-    return min(found)
+        prices.append((Accountant(name="exact").price(gaussian, delta) + pure, "exact"))
+    if not prices:  # discrete noise below LEAST_SMOOTH together with other noise
+        prices.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
+    return min(prices)
 
 
 def may_follow(charges: Sequence[tuple[Charge, int]]) -> bool:
