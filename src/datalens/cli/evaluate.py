@@ -72,44 +72,10 @@ class Evaluate:
         return self._measure()
 
     def _publish(self) -> int:
-        from datalens.data import formats
-        from datalens.data.own.reading import Reading
-        from datalens.driver import choose_device
         from datalens.evaluate import publish
-        from datalens.privacy.ledger import read_ledger
-        from datalens.run.folder import read_config
 
-        if self.epsilon is None:
-            raise DatalensError("--publish needs --epsilon, what it may cost each held-out record: 0.1, for example")
-        config = read_config(self.synthetic)
-        ledger, _ = read_ledger(self.synthetic / "ledger.jsonl")
-        reading = Reading.of(self.files)
-        if self.plan:
-            schema = config["schema"]
-            records = self.held_out or len(
-                formats.load(self.data, "test", folder=self.data_folder, reading=reading).images
-            )
-            fields, lines = publish.plan(
-                len(schema["classes"]), records, epsilon=self.epsilon, relation=ledger.relation
-            )
-            show(fields, lines, json=self.json)
-            return 0
-        held_out = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
-        wish = publish.Wish(
-            epsilon=self.epsilon,
-            delta=ledger.delta if self.delta is None else self.delta,
-            data=self.data,
-            folder=self.data_folder,
-            reading=reading,
-            overlap=self.overlap,
-            budget=self.budget,
-            held_out=self.held_out,
-            images=self.count,
-            epochs=self.epochs,
-            again=self.again,
-            classifier="augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0],
-        )
-        fields, lines = publish.publish(self.synthetic, held_out, wish, device=choose_device(self.device))
+        classifier = "augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0]
+        fields, lines = publish.command(self.synthetic, self, classifier=classifier, plan_only=self.plan)
         show(fields, lines, json=self.json)
         return 0
 

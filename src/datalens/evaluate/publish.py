@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from datalens.bounded.contributions import VoteCounts
 from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset
@@ -25,19 +26,17 @@ from datalens.files import sync_directory, write_atomically
 from datalens.plans.base import Settings
 from datalens.privacy.budget import DataBudget
 from datalens.privacy.events import Charge, LaplaceEvent
-from datalens.privacy.journal import Journal
-from datalens.privacy.ledger import Budget, Ledger
-from datalens.privacy.mechanisms import LaplaceVote
-from datalens.privacy.noise import LaplaceNoise
+from datalens.privacy.ledger import Budget, Ledger, read_ledger
 from datalens.private.answers import Classify, answers, ballots_of, in_both, units_of
-from datalens.progress import say
 from datalens.released import certificate as certificates
 from datalens.released import publication
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, expected
 from datalens.released.publication import FIELD, KEPT, PART, Asked
 from datalens.released.release import load_classifier, sample, write_again
 from datalens.released.verification import check_release
-from datalens.run.folder import Run
+from datalens.run.folder import Run, read_config
+from datalens.run.publication import JOURNAL, LEDGER, state, table_of
+from datalens.run.ranks import choose_device
 from datalens.run.reservation import unit_of
 
 FOLDER, ASKED = "publication", "asked.json"
@@ -94,6 +93,47 @@ def plan(classes: int, records: int, *, epsilon: float, relation: str) -> tuple[
     if whole > USEFUL:
         text += "; that is of little use: hold out more records, or raise --epsilon"
     return {**fields, "useful": whole <= USEFUL}, [text]
+
+
+def command(path: Path, options: Any, *, classifier: str, plan_only: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Do what `datalens evaluate --publish` was asked to do, and return JSON fields and lines of text.
+
+    Args:
+        path: the run folder.
+        options: the command, with its options.
+        classifier: who answers.
+        plan_only: say which interval to expect, and release nothing.
+
+    Raises:
+        DatalensError: --epsilon is missing, or `publish` cannot be done.
+    """
+    if options.epsilon is None:
+        raise DatalensError("--publish needs --epsilon, what it may cost each held-out record: 0.1, for example")
+    config, (budget, _) = read_config(path), read_ledger(path / "ledger.jsonl")
+    reading = Reading.of(options.files)
+
+    def held_out() -> Dataset:
+        return formats.load(options.data, "test", folder=options.data_folder, reading=reading)
+
+    if plan_only:
+        records = options.held_out or len(ballots_of(held_out()))
+        classes = len(config["schema"]["classes"])
+        return plan(classes, records, epsilon=options.epsilon, relation=budget.relation)
+    wish = Wish(
+        epsilon=options.epsilon,
+        delta=budget.delta if options.delta is None else options.delta,
+        data=options.data,
+        folder=options.data_folder,
+        reading=reading,
+        overlap=options.overlap,
+        budget=options.budget,
+        held_out=options.held_out,
+        classifier=classifier,
+        images=options.count,
+        epochs=options.epochs,
+        again=options.again,
+    )
+    return publish(path, held_out(), wish, device=choose_device(options.device))
 
 
 def scale_for(epsilon: float, moved: int) -> float:
@@ -195,13 +235,11 @@ def _begin(run: Run, held_out: Dataset, wish: Wish) -> Path:
             f"{run.path} has a publication at --epsilon {asked['epsilon']:g} --delta {asked['delta']:g}: repeat the "
             "command with these"
         )
-    with _ledger(last) as ledger:
-        events = tuple(event for event in ledger.events if isinstance(event, LaplaceEvent))
-        found = Journal(last / "journal", ledger).find(ledger, step=len(begun) - 1, part=PART)
+    events, found = state(last, step=asked["step"])
     if wish.again and len(events) == len(begun):
         return _create(run, run.path / f"{FOLDER}-{len(begun) + 1}", held_out, wish, earlier=events)
     cost = f"held-out records pay another ε = {wish.epsilon:g}, {wish.epsilon * (len(begun) + 1):g} in all"
-    if found is None and len(events) == len(begun):
+    if not found and len(events) == len(begun):
         raise DatalensError(
             f"an interruption lost the table that was charged for: to make it again, add --again ({cost})"
         )
@@ -220,10 +258,10 @@ def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: t
     draft = run.path / f".{folder.name}.new"
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        (draft / "journal").mkdir(parents=True, mode=0o700)
+        (draft / JOURNAL).mkdir(parents=True, mode=0o700)
         draft.chmod(0o700)
-        ledger = Ledger.create(draft / "ledger.jsonl", budget)
-        (draft / "ledger.jsonl").chmod(0o600)
+        ledger = Ledger.create(draft / LEDGER, budget)
+        (draft / LEDGER).chmod(0o600)
         for event in earlier:
             ledger.charge(event)
         ledger.close()
@@ -242,6 +280,7 @@ def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: t
             "epsilon": wish.epsilon,
             "delta": wish.delta,
             "scale": scale,
+            "step": tables - 1,
             "weights": weights_hash(run.path / "release"),
             "asked": vars(asked),
         }
@@ -268,35 +307,14 @@ def _reserve(run: Run, wish: Wish, event: Charge, budget: Budget) -> None:
 
 
 def _table(run: Run, folder: Path, held_out: Dataset, device: torch.device | str) -> list[list[int]]:
-    """Return the noisy table: the journaled one, or one that is made, charged and journaled now."""
+    """Return the noisy table of a publication, classes by classes."""
     kept = json.loads((folder / ASKED).read_text(encoding="utf-8"))
     classes = len(run.schema.classes)
-    with _ledger(folder) as ledger:
-        journal = Journal(folder / "journal", ledger)
-        ledger.make_room = journal.make_room
-        step = round(ledger.budget.epsilon / kept["epsilon"]) - 1
-        released = journal.find(ledger, step=step, part=PART)
-        if released is None:
-            votes = answers(held_out, classifier_of(run.path / "release", run.settings, Asked(**kept["asked"]), device))
-            gate = LaplaceVote(noise=LaplaceNoise(kept["scale"]), part=PART)
-            released = gate.release(votes, ledger, step=step)
-            journal.save(released)
-        else:
-            say("the table was released before: it is used again, and nothing is charged")
-    return released.value.reshape(classes, classes).tolist()
 
+    def votes() -> VoteCounts:
+        return answers(held_out, classifier_of(run.path / "release", run.settings, Asked(**kept["asked"]), device))
 
-class _ledger:  # noqa: N801 (used as a function)
-    """The open ledger of a publication."""
-
-    def __init__(self, folder: Path) -> None:
-        self._ledger = Ledger.open(folder / "ledger.jsonl")
-
-    def __enter__(self) -> Ledger:
-        return self._ledger
-
-    def __exit__(self, *error: object) -> None:
-        self._ledger.close()
+    return table_of(folder, votes, scale=kept["scale"], step=kept["step"]).reshape(classes, classes).tolist()
 
 
 def classifier_of(release: Path, settings: Settings, asked: Asked, device: torch.device | str) -> Classify:

@@ -4,6 +4,7 @@ The table has a ledger of its own (`accuracy-ledger.jsonl` in the release), sinc
 those that were trained on, and after the run's budget was fixed. docs/privacy.md has the argument.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal, get_args
 from datalens.data.schema import LARGEST_NUMBER, Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.privacy.events import Event, LaplaceEvent
-from datalens.privacy.ledger import Budget, upwards
+from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, Figures, figures
 
 PART = "published-accuracy"  # the part that its charges name
@@ -225,10 +226,6 @@ def publication_of(run: Path, weights_sha256: str, schema: Schema) -> tuple[Publ
     Raises:
         DatalensError: the files are damaged.
     """
-    import json
-
-    from datalens.privacy.ledger import read_ledger
-
     path = run / KEPT
     if not path.is_file():
         return None
