@@ -1,6 +1,7 @@
 """`datalens evaluate --publish`: charged, journaled, in the certificate, and never paid twice."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -218,3 +219,17 @@ def test_forged_tables_and_ledgers_do_not_stand(own: Path, datalens: Call) -> No
     assert not forged(lambda c, release: None)
     for change in (table, figures, cheaper, silent, without_charge, unsaid):
         assert forged(change), change.__name__
+
+
+def test_the_owner_sees_real_images_and_the_parts_of_the_budget(own: Path, datalens: Call) -> None:
+    run = own / "run"
+    datalens("report", run).succeeded()
+    page = (run / "owner.html").read_text(encoding="utf-8")
+    assert "Training images, real" in page and page.count("data:image/png;base64,") == 2
+    assert "Parts of the budget" in page and "<svg" not in page  # no line joins the σ of unrelated releases
+    shares = [float(share) for share in re.findall(r'class="number">([0-9.]+) %</td>', page)]
+    assert len(shares) == 4 and 99.8 <= sum(shares) <= 100.2
+    (own / "data.npz").unlink()
+    datalens("report", run).succeeded()
+    page = (run / "owner.html").read_text(encoding="utf-8")
+    assert "The training data are not at hand" in page and page.count("data:image/png;base64,") == 1
