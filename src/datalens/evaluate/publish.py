@@ -209,8 +209,8 @@ def check_held_out(run: Run, held_out: Dataset) -> None:
     expected, found = run.schema, held_out.schema
     if expected.by_person != found.by_person:
         raise DatalensError(
-            f"the run protects {expected.record_unit}s, the held-out records are read as {found.record_unit}s: use the "
-            "same --record-id as in training"
+            f"the run protects one {expected.record_unit}, and the held-out records are read as if it were one "
+            f"{found.record_unit}: use the same --record-id as in training"
         )
     if expected.classes != found.classes:
         raise DatalensError("the held-out records have other classes than the run: name the run's with --classes")

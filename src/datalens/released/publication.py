@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datalens.data.schema import LARGEST_NUMBER, Schema
+from datalens.data.schema import LARGEST_NUMBER, PERSON, Schema
 from datalens.errors import DatalensError, TamperedError
 from datalens.privacy.events import Event, LaplaceEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
+from datalens.progress import counted
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, Figures, figures
 
 PART = "published-accuracy"  # the part that its charges name
@@ -66,7 +67,8 @@ class Asked:
         """Return who answered."""
         if self.classifier == "released":
             return "the released classifier"
-        return f"a classifier ({self.classifier}) trained on {self.images} synthetic images for {self.epochs} epochs"
+        epochs = counted(self.epochs, "epoch")
+        return f"a classifier ({self.classifier}) trained on {self.images} synthetic images for {epochs}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +251,12 @@ def figures_of(fields: dict[str, Any]) -> Figures:
 def said(fields: dict[str, Any]) -> list[str]:
     """Return the published accuracy of a certificate as lines of text."""
     f = figures_of(fields)
+    units = "persons" if fields["privacy_unit"] == f"one {PERSON}" else "records"
     terms = Budget(**fields["budget"], relation=fields["relation"], accountant=fields["accountant"])
     return [
         f"published accuracy {f.accuracy:.4f} (95 %: {f.low:.4f} to {f.high:.4f}, with the noise and the chance of the "
-        f"sample) on {fields['asked']['held_out']} held-out records, by {fields['answered_by']}",
+        f"sample) on {fields['asked']['held_out']} held-out {units}, by {fields['answered_by']}",
         f"always guessing the largest class: {f.majority:.4f} (noise: {f.majority_low:.4f} to {f.majority_high:.4f})",
         f"verdict: {f.verdict}",
-        f"covered: a held-out record pays {terms.describe(terms.epsilon)}",
+        f"covered: each of these {units} pays {terms.describe(terms.epsilon)}",
     ]
