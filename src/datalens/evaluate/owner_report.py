@@ -28,8 +28,8 @@ from datalens.run.reservation import standing
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # Titles of the metrics that methods log. Other names are shown unchanged.
 METRICS = {
-    "agreement": "Agreement of teachers: 1 if all send the same vote, above 1 only by noise; below the line of noise "
-    "alone no agreement can be measured",
+    "agreement": "Agreement of teachers: 1 if all send the same vote, above 1 only by noise; below the other line, "
+    "votes that have nothing in common and noise explain it",
     "between_classes": "Distance between class means of synthetic images, per pixel; if it is far below the other "
     "line, the student ignores its labels",
     "real": "Agreement of teachers: fraction of them that take a synthetic image for real, with noise",
@@ -44,11 +44,15 @@ MEASURES = {
     "fid": "FID",
     "faithfulness": "Faithfulness",
 }
-# These have no chart of their own. (σ belongs to releases of different kinds: there is a table of them.)
-UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise", "within_classes", "sigma")
+# These have no chart of their own: σ belongs to releases of different kinds, of which there is a table;
+# `agreement_noise`, without the votes' own chance, was logged up to version 0.1.
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_by_chance", "agreement_noise", "within_classes", "sigma")
 PUBLIC = ("between_classes",)  # follow from the release too
 # Metric → a second line on its chart: metric and title.
-BESIDE = {"agreement": ("agreement_noise", "noise alone"), "between_classes": ("within_classes", "within a class")}
+BESIDE = {
+    "agreement": ("agreement_by_chance", "by chance"),
+    "between_classes": ("within_classes", "within a class"),
+}
 MOST_ROWS = 60
 # Measure, title, its key, and the key of the same measure on real data.
 HEADLINES = (
