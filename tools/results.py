@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datalens.reproduce import harness
-from datalens.reproduce.cells import Table
+from datalens.reproduce.cells import Table, stale
 from datalens.reproduce.kept import read_cells
 
 RESULTS, PAGE = Path("docs/results"), Path("docs/results.md")
@@ -45,7 +45,10 @@ def page() -> str:
 def section(name: str, table: Table) -> str:
     cells = table.cells(True)
     stored = read_cells(RESULTS / f"{table.kept_as or name}.jsonl")
-    results = {c.name: stored[c.name] for c in cells if stored.get(c.name, {}).get("options") == c.asked}
+    kept = {c.name: stored[c.name] for c in cells if stored.get(c.name, {}).get("options") == c.asked}
+    results = {
+        c.name: kept[c.name] | {"stale": stale(c, kept[c.name], table.scoring(True))} for c in cells if c.name in kept
+    }
     lines = [f"## {table.title}", ""]
     if not results:
         return "\n".join([*lines, f"Not run yet: `datalens reproduce {name} --full`.", ""])
@@ -53,10 +56,12 @@ def section(name: str, table: Table) -> str:
     rows = table.rows(run, results)
     dates = sorted({result["date"] for result in results.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    old = sum(result["stale"] is not None for result in results.values())
     lines += [
-        f"`datalens reproduce {name} --full`, {when}; {len(run)} of {len(cells)} cells have been run.",
+        f"`datalens reproduce {name} --full`, {when}; {len(run)} of {len(cells)} cells have been run, {old} of them "
+        "stale.",
         "",
-        table.note(True),
+        table.said(True),
         "",
         table.markdown(rows),
     ]

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
 from datalens.options import DataFolder, Json, ReadingOptions
+
+if TYPE_CHECKING:
+    from datalens.data.own.reading import Reading
+    from datalens.data.records import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +30,23 @@ class Evaluate:
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
     """Number of classifiers to train; their mean and spread are reported."""
-    epochs: int = 10
+    epochs: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 10; authors: 600; dpimagebench: 50)")
+    ] = None
     """Epochs of each classifier; the result is that of the last epoch."""
-    count: int = 10_000
+    count: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 10000; authors: 100000; dpimagebench: 60000)")
+    ] = None
     """Number of synthetic images to draw from a run."""
     sizes: tuple[int, ...] = ()
     """Measure accuracy with these numbers of synthetic images, such as 1000 10000 100000; default: with all."""
-    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "all"], ...] = ("paper",)
-    """paper: the paper's. augmented: of that size, with batch norm, trained on slightly shifted and noisy images."""
+    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "all"], ...] = ("paper",)
+    """paper: of the paper's size. augmented: with batch norm, trained on slightly shifted and noisy images. authors: as
+    in their code, whose figure is the best epoch on test data: only to compare with the paper."""
+    protocol: Literal["ours", "dpimagebench"] = "ours"
+    """dpimagebench: accuracy by DPImageBench's protocol instead (three large networks: on a GPU)."""
+    small: bool = False
+    """dpimagebench: our small network in place of its three; not comparable with its tables."""
     features: Literal["own", "inception", "pixels"] = "own"
     """Features for fid and faithfulness. own: of a classifier trained on the data set. inception: of Inception-v3
     (`datalens data get inception`)."""
@@ -62,16 +75,22 @@ class Evaluate:
         device = choose_device(self.device)
         if min(self.sizes, default=1) < 1:
             raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
-        needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
+        if self.small and self.protocol == "ours":
+            raise DatalensError("--small belongs to --protocol dpimagebench: leave it out")
+        authors = "authors" in self.classifier
+        count = self.count or (100_000 if authors else 10_000)
+        needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (count,))))
         reading = Reading.of(self.files)
         test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
+        if self.protocol == "dpimagebench":
+            return self._dpimagebench(test, reading)
         dataset = synthetic_of(self.synthetic, needed)
         settings = measures.Settings(
             data=self.data,
             sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
             seeds=self.seeds,
-            epochs=self.epochs,
+            epochs=self.epochs or (600 if authors else 10),
             features=self.features,
             splits=self.splits,
             real=self.real,
@@ -89,4 +108,29 @@ class Evaluate:
                 measures.record(self.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
         fields = {"note": measures.NOTE, **results.get("utility", {}), **results}
         show(fields, measures.lines(results, dataset.classes), json=self.json)
+        return 0
+
+    def _dpimagebench(self, test: "Dataset", reading: "Reading") -> int:
+        from datalens.data import formats
+        from datalens.driver import choose_device
+        from datalens.evaluate import dpimagebench, measures
+
+        dataset = synthetic_of(self.synthetic, self.count or dpimagebench.COUNT)
+        training = formats.load_some(self.data, most=10**9, folder=self.data_folder, reading=reading)
+        found = dpimagebench.evaluate(
+            dataset,
+            training,
+            test,
+            device=choose_device(self.device),
+            small=self.small,
+            epochs=self.epochs or dpimagebench.EPOCHS,
+        )
+        if measures.is_run(self.synthetic):
+            measures.record(self.synthetic, {"dpimagebench": found})
+        warning = "unless the run was trained without the validation records, they are records of its own training"
+        show(
+            {"note": dpimagebench.NOTE, "warning": warning, **found},
+            [*dpimagebench.lines(found), warning],
+            json=self.json,
+        )
         return 0

@@ -325,6 +325,14 @@ class TopAggSettings(Settings):
         more = "" if part <= 4 else ": far more than there are, so expect noise"
         return [f"a vote exceeds two standard deviations of the noise where {part:.0%} of the teachers agree{more}"]
 
+    def warnings(self, schema: Schema, budget: Budget) -> list[str]:
+        if self.decode != "threshold" or self.beta <= 1:
+            return []
+        return [
+            f"beta is {self.beta:.3g}, more than 1: not even unanimous votes reach the threshold, only noise does; "
+            "choose --beta up to 1, --decode sign, more --teachers, or less --sigma"
+        ]
+
     def suggestion(self) -> Suggestion | None:
         """Return the best k by Theorem 6, if teachers vote with their top k and there is noise."""
         if self.compress not in ("topk-sign", "topk") or self.sigma == 0 or self.basis_size < 2:
@@ -463,6 +471,8 @@ def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
     asked = {field: value for field in overrides if (value := getattr(options, field)) is not None}
     if options.student_decay is not None:
         asked["student_decay"] = options.student_decay == "cosine"
+    if asked.get("beta", 0) > 1:  # settings of older runs may have it: `check_settings` lets it pass
+        raise DatalensError(f"--beta must be at most 1 (not even unanimous votes pass above), not {asked['beta']:g}")
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
@@ -838,5 +848,6 @@ TOPAGG = Method(
     presets=("default", "quick"),
     persons=True,
     teachers=True,
+    version=2,  # 1: without the linear part of convolutional teachers, and with other settings above ε = 1
 )
 PAPER = dataclasses.replace(TOPAGG, presets=("paper", "code"), accountant="rdp")
