@@ -136,6 +136,18 @@ def test_what_is_published() -> None:
     assert published.of("digits") == {}
 
 
+def test_the_page_prints_what_is_published() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "leaderboard.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    of_page = {row[0].split(",")[0]: row for row in rows}
+    for method in {one.method for one in published.PUBLISHED}:
+        mine = [one for one in published.PUBLISHED if one.method == method]
+        for column, data in enumerate(published.DATA, start=1):
+            figures = [f"{one.accuracy:.4f}" for one in sorted(mine, key=lambda one: one.epsilon) if one.data == data]
+            assert of_page[method][column] == (" / ".join(figures) or "—"), (method, data)
+        assert of_page[method][4] == mine[0].source
+
+
 def test_the_table_is_run_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 8×8 digits: the training records of the run are those without the validation records."""
     tiny = {"coordinates": 16, "texture": 0}

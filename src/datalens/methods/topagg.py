@@ -88,6 +88,8 @@ class Options(TeacherOptions):
     network: Annotated[NetworkName | None, CHOICE] = None  # type: ignore[assignment]
     """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
     the paper's size. printed: exactly the paper's, whose votes hardly depend on the label."""
+    basis: Annotated[Literal["pixel", "dct", "random"] | None, CHOICE] = None  # type: ignore[assignment]
+    """Coordinates in which teachers vote. dct: low-frequency cosines. random: random directions of the pixels."""
     k: WholeNumber = None
     """Number of coordinates that a teacher votes on, per synthetic image."""
     sigma: Number = None
@@ -152,7 +154,7 @@ class TopAggSettings(Settings):
     teacher_weight_decay: float
     teacher_steps: int
     teacher_steps_first: int
-    basis: Literal["pixel", "dct"]
+    basis: Literal["pixel", "dct", "random"]
     basis_size: int
     compress: str  # a CompressName, or a plug-in's
     k: int
@@ -509,7 +511,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         raise DatalensError("--basis-size is for --basis dct, since --basis pixel uses all pixels: leave it out")
     if asked.get("basis", values["basis"]) == "pixel":
         values["basis_size"] = schema.dimensions
-    if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) == "pixel":
+    if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) != "dct":
         raise DatalensError(
             "--network spectral works on cosine coefficients: use --basis dct, or --network compact or paper"
         )

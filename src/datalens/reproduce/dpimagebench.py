@@ -184,8 +184,8 @@ def note(full: bool) -> str:
     quick = "" if full else "**quick: few images and epochs, a check of the chain and nothing else.** "
     return (
         f"{quick}{NOTE}. 55,000 training and 5,000 validation records, δ = 1/(n ln n). 60,000 synthetic images, of "
-        "which 55,000 train each classifier. `small`: our small ResNet in place of ResNet-110, WRN-40-4 and ResNeXt-29, "
-        "not comparable with the printed figures."
+        "which 55,000 train each classifier. `small`: our small ResNet in place of ResNet-110, WRN-40-4 and "
+        "ResNeXt-29, not comparable with the printed figures."
     )
 
 

@@ -18,7 +18,7 @@ PAPER: dict[str, dict[str, float]] = {
 
 
 def cells(full: bool) -> list[Cell]:
-    """Return the paper's loop as printed, and the same with our coordinates and teachers, which noise hides less."""
+    """Return the paper's loop with its printed settings, and the same in 64 cosines, which noise hides less."""
     found = []
     for dataset, printed in PAPER.items() if full else [("MNIST", PAPER["MNIST"])]:
         common: dict[str, Any] = {"data": DATA[dataset], "epsilon": 1.0, "delta": 1e-5}
