@@ -64,6 +64,7 @@ def reproduce(
         kept_in("dpimagebench", full=full, out=out, stored=stored),
         made_in("dpimagebench", full=full, out=out),
     )
+    small = small or not full  # the three networks would take hours of two cores
     wanted = cells(full, small=small)
     if stored is not None:  # whatever is kept, by the three networks or by ours
         wanted |= cells(full, small=not small)

@@ -16,6 +16,7 @@ from datalens.files import write_atomically
 from datalens.progress import counted, say
 from datalens.reproduce import (
     ablation,
+    authors,
     dpimagebench,
     dpsgd,
     figure2,
@@ -50,6 +51,7 @@ def tables() -> dict[str, Table]:
         "figure4": figure4.TABLE,
         "utility": utility.TABLE,
         "ablation": ablation.TABLE,
+        "authors": authors.TABLE,
         "projection": projection.TABLE,
         "steps": steps.TABLE,
     }
@@ -130,7 +132,7 @@ def reproduce(
         )
     if name in ("figure2", "theory"):
         made = figure2.reproduce if name == "figure2" else theory.reproduce
-        return made(full=full, out=out, device=device, stored=stored)
+        return made(full=full, out=out, device=device, stored=stored, again=again)
     table, mode = known[name], "full" if full else "quick"
     results: Results = {}
     folder = made_in(name, full=full, out=out)

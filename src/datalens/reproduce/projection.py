@@ -57,8 +57,8 @@ def note(full: bool) -> str:
     return (
         f"{said(full)} `random projection`: signs of k random directions of the pixels, as long as k signs of "
         "the largest, so that σ, ε and steps are equal. `projection of pixels`: G-PATE with compact teachers on "
-        "pixels, as it is published; otherwise G-PATE here projects cosines. GS-WGAN: 20,000 steps as printed, with its "
-        "printed noise (true ε: 347), and without any; printed for both: its accuracy with that noise. δ = 1e-5."
+        "pixels, as it is published; otherwise it projects cosines here. GS-WGAN: 20,000 steps as printed, with the "
+        "noise of its code (true ε: 347), and without any; printed for both: its accuracy with that noise. δ = 1e-5."
     )
 
 
