@@ -2,17 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
 from datalens.options import DataFolder, Json, ReadingOptions
-
-if TYPE_CHECKING:
-    from datalens.data.own.reading import Reading
-    from datalens.data.records import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +63,7 @@ class Evaluate:
         from datalens.data.own.reading import Reading
         from datalens.data.records import Dataset
         from datalens.driver import choose_device
-        from datalens.evaluate import measures
+        from datalens.evaluate import dpimagebench, measures
         from datalens.evaluate.classifiers import UTILITY
 
         names = tuple(measures.KEYS) if "all" in self.measures else tuple(dict.fromkeys(self.measures))
@@ -77,28 +73,40 @@ class Evaluate:
             raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
         if self.small and self.protocol == "ours":
             raise DatalensError("--small belongs to --protocol dpimagebench: leave it out")
-        authors = "authors" in self.classifier
-        count = self.count or (100_000 if authors else 10_000)
+        count, epochs = self._size()
         needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (count,))))
         reading = Reading.of(self.files)
         test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
+
+        def training(most: int) -> Dataset:
+            return formats.load_some(self.data, most=most, folder=self.data_folder, reading=reading)
+
         if self.protocol == "dpimagebench":
-            return self._dpimagebench(test, reading)
+            found = dpimagebench.evaluate(
+                synthetic_of(self.synthetic, count),
+                training(10**9),
+                test,
+                device=device,
+                small=self.small,
+                epochs=epochs,
+            )
+            if measures.is_run(self.synthetic):
+                measures.record(self.synthetic, {"dpimagebench": found})
+            fields = {"note": dpimagebench.NOTE, "warning": dpimagebench.WARNING, **found}
+            show(fields, dpimagebench.lines(found), json=self.json)
+            return 0
         dataset = synthetic_of(self.synthetic, needed)
         settings = measures.Settings(
             data=self.data,
             sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
             seeds=self.seeds,
-            epochs=self.epochs or (600 if authors else 10),
+            epochs=epochs,
             features=self.features,
             splits=self.splits,
             real=self.real,
             judge_epochs=self.judge_epochs,
         )
-
-        def training(most: int) -> Dataset:
-            return formats.load_some(self.data, most=most, folder=self.data_folder, reading=reading)
 
         bench = measures.Bench(dataset, test, training, settings, device=device, fresh=self.fresh)
         results = {}
@@ -110,27 +118,12 @@ class Evaluate:
         show(fields, measures.lines(results, dataset.classes), json=self.json)
         return 0
 
-    def _dpimagebench(self, test: "Dataset", reading: "Reading") -> int:
-        from datalens.data import formats
-        from datalens.driver import choose_device
-        from datalens.evaluate import dpimagebench, measures
-
-        dataset = synthetic_of(self.synthetic, self.count or dpimagebench.COUNT)
-        training = formats.load_some(self.data, most=10**9, folder=self.data_folder, reading=reading)
-        found = dpimagebench.evaluate(
-            dataset,
-            training,
-            test,
-            device=choose_device(self.device),
-            small=self.small,
-            epochs=self.epochs or dpimagebench.EPOCHS,
+    def _size(self) -> tuple[int, int]:
+        """Return the numbers of synthetic images and of epochs: those asked for, or the usual ones of what scores."""
+        usual = (100_000, 600) if "authors" in self.classifier else (10_000, 10)
+        if self.protocol == "dpimagebench":
+            usual = (60_000, 50)
+        return (
+            usual[0] if self.count is None else self.count,
+            usual[1] if self.epochs is None else self.epochs,
         )
-        if measures.is_run(self.synthetic):
-            measures.record(self.synthetic, {"dpimagebench": found})
-        warning = "unless the run was trained without the validation records, they are records of its own training"
-        show(
-            {"note": dpimagebench.NOTE, "warning": warning, **found},
-            [*dpimagebench.lines(found), warning],
-            json=self.json,
-        )
-        return 0

@@ -39,6 +39,7 @@ NOTE = (
     "DPImageBench's protocol. The chosen epoch is the best on real validation records: noise-free, not covered by ε. "
     "For the owner"
 )
+WARNING = "unless the run was trained without the validation records, they are records of its own training"
 SMALL_NOTE = "our small ResNet in place of DPImageBench's three networks: not comparable with its tables"
 
 
@@ -364,4 +365,4 @@ def lines(found: dict[str, Any]) -> list[str]:
                 f"{said}: last epoch {part['last']:.4f} (mean), chosen epoch {part['chosen']:.4f} (mean), "
                 f"{part['best_chosen']:.4f} (best)"
             )
-    return [*output, *([SMALL_NOTE] if found["small"] else []), NOTE]
+    return [*output, *([SMALL_NOTE] if found["small"] else []), WARNING, NOTE]

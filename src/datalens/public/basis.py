@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from datalens.public import streams
+
 BasisName = Literal["pixel", "dct", "opponent", "random"]
 
 # Light and two colour differences. They are orthonormal, and the first holds most of an image.
@@ -59,8 +61,10 @@ def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -
     size = min(size or channels * height * width, channels * height * width)
     rows = np.zeros((size, channels, height, width))
     if name == "random":
-        normal = np.random.default_rng(0).standard_normal((channels * height * width, size))
-        rows = np.linalg.qr(normal)[0].T.reshape(rows.shape)
+        normal = torch.randn(
+            channels * height * width, size, generator=streams.generator(0, "basis"), dtype=torch.float64
+        )
+        rows = torch.linalg.qr(normal).Q.T.numpy().reshape(rows.shape)
     elif name == "opponent" and channels == 3:
         colour = min(size // 8, height * width)
         light = min(size - 2 * colour, height * width)

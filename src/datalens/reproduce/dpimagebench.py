@@ -4,6 +4,7 @@ Training and validation records are parted before anything is trained, as there;
 """
 
 import dataclasses
+import fnmatch
 import json
 import math
 from datetime import UTC, datetime
@@ -58,8 +59,6 @@ def reproduce(
     again: bool = False,
 ) -> dict[str, Any]:
     """Run missing cells, then write the table. For the arguments, see `harness.reproduce`; `small`: our own network."""
-    import fnmatch
-
     place, folder = (
         kept_in("dpimagebench", full=full, out=out, stored=stored),
         made_in("dpimagebench", full=full, out=out),

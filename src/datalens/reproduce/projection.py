@@ -45,10 +45,10 @@ def cells(full: bool) -> list[Cell]:
             (PIXELS, gpate | {"basis": "pixel", "network": "compact"}, printed),
         ):
             found.append(Cell(row=row, column=column, paper=paper, options=options))
-    for epsilon, column in ((OF_PRINTED_NOISE, PRINTED_NOISE), (math.inf, NO_NOISE)):
-        how = {"data": "mnist", "epsilon": epsilon, "delta": 1e-5, "method": "gswgan", "steps": BLOCKS}
+    for spent, column in ((OF_PRINTED_NOISE, PRINTED_NOISE), (math.inf, NO_NOISE)):
+        how = {"data": "mnist", "epsilon": spent, "delta": 1e-5, "method": "gswgan", "steps": BLOCKS}
         few = {"preset": "quick", "teachers": 20, "steps": 2}
-        row = f"MNIST ε={'∞' if math.isinf(epsilon) else f'{epsilon:g}'}"
+        row = f"MNIST ε={'∞' if math.isinf(spent) else f'{spent:g}'}"
         found.append(Cell(row=row, column=column, paper=WITHOUT_PRIVACY, options=how | ({} if full else few)))
     return found
 
