@@ -148,8 +148,8 @@ def _mean(values: list[float | None]) -> float | None:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| data | method | ours | seeds | DataLens, printed¹ | DPDM¹ | FETA-Pro¹ | to the best published | real data² | "
-        "ε spent, δ, relation, accountant | seconds to fit | to sample |",
+        "| data | method | ours | seeds | DataLens, printed¹ | DPDM¹ | FETA-Pro¹ | to the best published | "
+        "real data² | ε spent, δ, relation, accountant | seconds to fit | to sample |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -161,8 +161,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             f"{show(r['fit_seconds'], 1)} | {show(r['sample_seconds'], 1)} |"
         )
     notes = (
-        "\n¹ DataLens and DPDM as their authors print them, for classifiers of their own; FETA-Pro from its result logs: "
-        "the mean of three networks, at an epoch chosen on real validation records. DataLens's for CelebA are at 64 "
+        "\n¹ DataLens and DPDM as their authors print them, for classifiers of their own; FETA-Pro from its result "
+        "logs: the mean of three networks, at an epoch chosen on real validation records. DataLens's for CelebA are at 64 "
         "pixels, those for scenes of Places365: other photographs. Of methods that use no public data, FETA-Pro's are "
         "the best we know.\n"
         "² The same classifier trained on as many real images: the ceiling, one seed.\n"
