@@ -162,9 +162,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         )
     notes = (
         "\n¹ DataLens and DPDM as their authors print them, for classifiers of their own; FETA-Pro from its result "
-        "logs: the mean of three networks, at an epoch chosen on real validation records. DataLens's for CelebA are at 64 "
-        "pixels, those for scenes of Places365: other photographs. Of methods that use no public data, FETA-Pro's are "
-        "the best we know.\n"
+        "logs: the mean of three networks, at an epoch chosen on real validation records. DataLens's for CelebA are "
+        "at 64 pixels, those for scenes of Places365: other photographs. Of methods that use no public data, "
+        "FETA-Pro's are the best we know.\n"
         "² The same classifier trained on as many real images: the ceiling, one seed.\n"
         f"{MARKED}\n"
     )
