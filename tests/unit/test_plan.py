@@ -229,6 +229,7 @@ def test_what_does_not_fit_is_refused_with_its_own_exit_code(options: dict[str, 
         ({"sigma": math.nan}, "--sigma"),
         ({"beta": math.inf}, "--beta"),
         ({"beta": -0.1}, "--beta"),
+        ({"beta": 1.01, "decode": "threshold"}, "--beta must be at most 1"),
         ({"clip": 0.0}, "--clip"),
         ({"clip": math.nan}, "--clip"),
         ({"basis": "pixel", "basis_size": 20, "network": "paper"}, "--basis dct"),
@@ -292,6 +293,10 @@ def test_values_that_belong_together_move_together() -> None:
     assert asked.k == 2
     _, pixels = plan(method="datalens-paper", teachers=100)
     assert pixels.beta == pytest.approx(0.75 * pixels.sigma / 100)
+    budget, none_passes = plan(method="datalens-paper", teachers=100)
+    assert any("not even unanimous votes" in line for line in none_passes.warnings(MNIST, budget))
+    budget, votes_pass = plan(method="datalens-paper")
+    assert not votes_pass.warnings(MNIST, budget)
     _, kept = plan(method="datalens-paper", teachers=100, beta=0.5)
     assert kept.beta == 0.5
     _, own = plan(OWN)

@@ -35,14 +35,23 @@ class Evaluate:
     """utility: accuracy. inception: Inception Score. fid: Fréchet distance. faithfulness: overlap, leaks, balance."""
     seeds: int = 3
     """Number of classifiers to train; their mean and spread are reported."""
-    epochs: int = 10
+    epochs: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 10; authors: 600; dpimagebench: 50)")
+    ] = None
     """Epochs of each classifier; the result is that of the last epoch."""
-    count: int = 10_000
+    count: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 10000; authors: 100000; dpimagebench: 60000)")
+    ] = None
     """Number of synthetic images to draw from a run."""
     sizes: tuple[int, ...] = ()
     """Measure accuracy with these numbers of synthetic images, such as 1000 10000 100000; default: with all."""
-    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "all"], ...] = ("paper",)
-    """paper: the paper's. augmented: of that size, with batch norm, trained on slightly shifted and noisy images."""
+    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "all"], ...] = ("paper",)
+    """paper: of the paper's size. augmented: with batch norm, trained on slightly shifted and noisy images. authors: as
+    in their code, whose figure is the best epoch on test data: only to compare with the paper."""
+    protocol: Literal["ours", "dpimagebench"] = "ours"
+    """dpimagebench: accuracy by DPImageBench's protocol instead (three large networks: on a GPU)."""
+    small: bool = False
+    """dpimagebench: our small network in place of its three; not comparable with its tables."""
     features: Literal["own", "inception", "pixels"] = "own"
     """Features for fid and faithfulness. own: of a classifier trained on the data set. inception: of Inception-v3
     (`datalens data get inception`)."""
@@ -91,7 +100,7 @@ class Evaluate:
     def _measure(self) -> int:
         from datalens.data.own.reading import Reading
         from datalens.driver import choose_device
-        from datalens.evaluate import look, measures
+        from datalens.evaluate import dpimagebench, look, measures
         from datalens.evaluate.classifiers import UTILITY
 
         asked = self._quickly(look.QUICK) if self.quick else self
@@ -100,7 +109,12 @@ class Evaluate:
         device = choose_device(asked.device)
         if min(asked.sizes, default=1) < 1:
             raise DatalensError(f"--sizes must be at least 1, not {min(asked.sizes)}")
-        needed = max((*asked.sizes, *(() if asked.sizes and names == ("utility",) else (asked.count,))))
+        if asked.small and asked.protocol == "ours":
+            raise DatalensError("--small belongs to --protocol dpimagebench: leave it out")
+        if asked.quick and asked.protocol != "ours":
+            raise DatalensError("--quick is a look of our own: leave --protocol out")
+        count, epochs = asked._size()
+        needed = max((*asked.sizes, *(() if asked.sizes and names == ("utility",) else (count,))))
         test, training = look.real_images(
             asked.data,
             asked.real_train,
@@ -108,6 +122,22 @@ class Evaluate:
             reading=Reading.of(asked.files),
             run=asked.synthetic,
         )
+        if asked.protocol == "dpimagebench":
+            if training is None:
+                raise DatalensError("--protocol dpimagebench needs real training images: add --real-train")
+            found = dpimagebench.evaluate(
+                synthetic_of(asked.synthetic, count),
+                training(10**9),
+                test,
+                device=device,
+                small=asked.small,
+                epochs=epochs,
+            )
+            if measures.is_run(asked.synthetic):
+                measures.record(asked.synthetic, {"dpimagebench": found})
+            fields = {"note": dpimagebench.NOTE, "warning": dpimagebench.WARNING, **found}
+            show(fields, dpimagebench.lines(found), json=asked.json)
+            return 0
         began = time.monotonic()
         dataset = synthetic_of(asked.synthetic, needed)
         sampling = (time.monotonic() - began) / len(dataset.images)
@@ -117,7 +147,7 @@ class Evaluate:
             sizes=tuple(dict.fromkeys(asked.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
             seeds=asked.seeds,
-            epochs=asked.epochs,
+            epochs=epochs,
             features=asked.features,
             splits=asked.splits,
             real=asked.real,
@@ -130,9 +160,9 @@ class Evaluate:
             return look.aligned(training(most), dataset.classes, asked.real_train or asked.data)
 
         def careful(step: float) -> float:  # with the defaults
-            count, epochs, held = Evaluate.count, Evaluate.epochs, len(test.images)
-            one = look.training_seconds(step, images=count, test=held, epochs=epochs, tests=epochs)
-            return (Evaluate.seeds + 1) * one + sampling * count
+            (many, rounds), held = Evaluate(synthetic=asked.synthetic, data=asked.data)._size(), len(test.images)
+            one = look.training_seconds(step, images=many, test=held, epochs=rounds, tests=rounds)
+            return (Evaluate.seeds + 1) * one + sampling * many
 
         reads = None if training is None else real
         bench = measures.Bench(dataset, test, reads, settings, device=device, fresh=asked.fresh)
@@ -155,3 +185,13 @@ class Evaluate:
         ]:
             raise DatalensError(f"--quick sets --{changed[0]} itself: leave one of them out")
         return dataclasses.replace(self, **fixed)  # type: ignore[arg-type]
+
+    def _size(self) -> tuple[int, int]:
+        """Return the numbers of synthetic images and of epochs: those asked for, or the usual ones of what scores."""
+        usual = (100_000, 600) if "authors" in self.classifier else (10_000, 10)
+        if self.protocol == "dpimagebench":
+            usual = (60_000, 50)
+        return (
+            usual[0] if self.count is None else self.count,
+            usual[1] if self.epochs is None else self.epochs,
+        )

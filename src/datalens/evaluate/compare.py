@@ -18,6 +18,7 @@ from datalens.evaluate.owner_report import (
     read_metrics,
     with_spread,
 )
+from datalens.evaluate.published import of as published_points
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number, upwards
 from datalens.progress import counted
@@ -156,8 +157,8 @@ def measured(entries: Sequence[Entry]) -> bool:
     return any(entry.accuracy is not None or entry.others for entry in entries)
 
 
-def page(entries: Sequence[Entry]) -> bytes:
-    """Return the HTML page: the table, the curves, the pictures, and the settings that differ."""
+def page(entries: Sequence[Entry], *, published: bool = False) -> bytes:
+    """Return the HTML page: the table, the curves (with published points if asked), pictures, settings that differ."""
     extra = list(dict.fromkeys(name for entry in entries for name in entry.others))
     return render(
         "compare.html",
@@ -174,7 +175,7 @@ def page(entries: Sequence[Entry]) -> bytes:
         unsafe=[entry.name for entry in entries if not entry.certificate["private"]],
         head=(*COLUMNS, *extra),
         rows=[(*_cells(entry), *(entry.others.get(name) for name in extra)) for entry in entries],
-        charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data))],
+        charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data, published=published))],
         pictures=[(entry.name, _picture(entry)) for entry in entries[:MOST_PICTURES]],
         more_pictures=max(0, len(entries) - MOST_PICTURES),
         differences=differences(entries),
@@ -186,8 +187,11 @@ def _data_sets(entries: Sequence[Entry]) -> list[str]:
     return list(dict.fromkeys(entry.certificate["public"]["name"] for entry in entries))
 
 
-def _curves(entries: Sequence[Entry], data: str) -> str:
-    """Return a chart of accuracy against ε, with one line for each method, δ, relation, accountant and classifier."""
+def _curves(entries: Sequence[Entry], data: str, *, published: bool = False) -> str:
+    """Return a chart of accuracy against ε, with one line for each method, δ, relation, accountant and classifier.
+
+    `published`: with what others print for this data set, by other classifiers.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
         c = entry.certificate
@@ -195,6 +199,8 @@ def _curves(entries: Sequence[Entry], data: str) -> str:
             terms = f"{entry.method}, δ = {upwards(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
             terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
+    if published and points:
+        points |= published_points(data)
     series = [charts.Series(name=name, points=tuple(sorted(some)), dots=True) for name, some in points.items()]
     same = [entry.ceiling for entry in entries if entry.certificate["public"]["name"] == data and entry.ceiling]
     return charts.line_chart(

@@ -408,6 +408,8 @@ class Method:
         command: the command that runs it.
         persons: whether it can protect a person with all of their images.
         teachers: whether each record belongs to one of several teachers.
+        version: raised whenever the same options and seed would give other results than before. Kept results name it,
+            so that those of older code are known.
     """
 
     settings: type[Settings]
@@ -421,6 +423,7 @@ class Method:
     command: Literal["train", "sgd"] = "train"
     persons: bool = False
     teachers: bool = False
+    version: int = 1
 
 
 # --- for plans ------------------------------------------------------------------------------------------------------

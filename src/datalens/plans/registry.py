@@ -125,6 +125,11 @@ def chosen(options: TrainOptions) -> str:
     return "topagg" if is_topagg else "datalens"
 
 
+def version_of(options: TrainOptions) -> int:
+    """Return the version of the code that a run with these options would be made by (`Method.version`)."""
+    return method_named(chosen(options)).version
+
+
 def flag(name: str) -> str:
     """Return an option as it is typed on the command line."""
     return f"--{name.replace('_', '-')}"
