@@ -36,6 +36,7 @@ class ImageRecords:
         decoder: used instead of `decode` for the user's own files.
         looked_at: what was read of the user's own files to know the schema, in words.
         fixed_positions: whether the images come from a list (`records.Records`).
+        record_id: whose each image is, where the files themselves say it and no option did.
     """
 
     schema: Schema
@@ -44,6 +45,7 @@ class ImageRecords:
     decoder: Callable[[bytes, str], np.ndarray] | None = None
     looked_at: str = ""
     fixed_positions: bool = False
+    record_id: str | None = None
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)
