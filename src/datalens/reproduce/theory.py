@@ -288,7 +288,7 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
 
 
 def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
-    """Measure τ_k over the gradients of a run, which is deleted, without a release."""
+    """Measure τ_k over the gradients of a run, which is deleted."""
     say(f"{crew.name}: running a training to measure its gradients")
     curves: list[Array] = []
 
