@@ -27,7 +27,9 @@ def test_from_a_folder_of_studies_to_a_release_per_patient(tmp_path: Path, monke
     assert seen["persons"] == 48 and seen["records"] + seen["test_images"] == drawn["images"]
     assert 0 < seen["dicom"]["studies"] < seen["dicom"]["series"] == seen["records"]
     asked = ("--data", drawn["list"], *own, "--nominal-size", 50, "--epsilon", 10)
-    said = call("train", *asked, "--out", "run").succeeded()
+    call("budget", "budget", "--epsilon", 20, "--delta", 1e-5).succeeded()
+    said = call("train", *asked, "--budget", "budget", "--out", "run").succeeded()
+    assert "by dicom" in call("budget", "budget", "--json").succeeded().out  # not by an id of another kind
     verified = call("verify", "run", "--json").succeeded().json
     assert verified["unit"] == "one person (all images with the same record id)"
     assert '"record_id": "dicom"' in Path("run/config.json").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from datalens.data.records import collect
 from datalens.data.schema import IMAGE, PERSON
 from datalens.data.studies import draw_studies
 from datalens.errors import DatalensError
+from tests.unit.test_own_data import keys
 
 RNG = np.random.default_rng(0)
 STORED = RNG.integers(0, 4096, (10, 8)).astype("<u2")  # not square
@@ -215,13 +216,6 @@ def folder(root, *, patients=("p1", "p1", "p2", "p3"), name="S{i}/IM00001", **mo
 def opened(path, split="train", **reading):
     size = 4 if split == "train" else None
     return formats.open_records(str(path), split, nominal_size=size, reading=Reading(**reading))
-
-
-def keys(records):
-    found = []
-    for _ in records.blocks(lambda index, keys: found.extend(keys) or np.zeros(len(index), np.int64)):
-        pass
-    return found
 
 
 def test_the_patient_is_the_unit_unless_an_option_says_otherwise(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 
 from datalens.errors import TamperedError
 from datalens.privacy.ledger import upwards
-from datalens.released.certificate import own_hash
+from datalens.released.certificate import not_protected, own_hash
 
 CARD, CROISSANT, ENTRY = "README.md", "croissant.json", "deployment.yaml"
 NAMES = (CARD, CROISSANT, ENTRY)
@@ -142,14 +142,7 @@ def _card(subject: Subject) -> str:
         f"| noise | {_plain(c['mechanism']['noise'])}, from: {', '.join(map(_plain, c['noise']['origin']))} |",
         f"| made by | datalens {_plain(c['versions']['datalens'])}, certificate {subject.identity} |",
         "",
-        "Declared public, so not protected:",
-        "",
-        *(f"- {_plain(item)}" for item in c["declared_public"]),
-        "",
-        "Not covered by the guarantee:",
-        "",
-        *(f"- {_plain(item)}" for item in c["not_covered"]),
-        "",
+        *not_protected(c, _plain),
         "Synthetic images are averages with variations. Rare cases may be missing, and no finding about the original "
         "images should rest on these without a check.",
         "",
