@@ -271,7 +271,11 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
     ours: dict[str, Any] = paper | {"method": "datalens", "warm_start": "off"}
     if full:
         return [
-            Crew(name=f"{data}, pixels", options=paper, how="preset `paper`, all its steps"),
+            Crew(
+                name=f"{data}, pixels",
+                options=paper | {"network": "printed"},
+                how="preset `paper` with the printed discriminator, all its steps",
+            ),
             Crew(name=f"{data}, 64 cosines", options=ours, how="`datalens --warm-start off`, all its steps"),
         ]
     few = FEW_TEACHERS | {"steps": 4}
