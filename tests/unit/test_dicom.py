@@ -277,6 +277,12 @@ def test_folders_of_dicom_files_are_no_classes_until_they_are_declared(tmp_path)
         opened(tmp_path, classes="no")
 
 
+def test_dicom_files_are_not_skipped(tmp_path):
+    folder(tmp_path)
+    with pytest.raises(DatalensError, match="--skip-unreadable is for images"):
+        opened(tmp_path, label="none", skip_unreadable=True)
+
+
 def test_other_files_among_dicom_files_and_the_other_way_round(tmp_path):
     folder(tmp_path)
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "yes/a.png")

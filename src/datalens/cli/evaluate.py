@@ -1,14 +1,19 @@
 """`datalens evaluate`: measure how useful, how varied and how faithful synthetic images are."""
 
+import dataclasses
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
 from datalens.options import DataFolder, Json, ReadingOptions
+
+if TYPE_CHECKING:
+    from datalens.data.records import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +23,11 @@ class Evaluate:
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
     data: str
-    """The real data set to test on."""
+    """The real data set to test on: its test images or, in a file of their own, all of them."""
+    real_train: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
+    """Real images to train the classifier on for comparison, where --data holds test images only."""
+    quick: Annotated[bool, arg(help_behavior_hint="")] = False
+    """A quick look: 800 synthetic images, one classifier, images of at most about 32 pixels a side."""
     data_folder: DataFolder = None
     """Folder of a named data set that cannot be downloaded."""
     files: ReadingOptions = field(default_factory=ReadingOptions)
@@ -50,43 +59,69 @@ class Evaluate:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.data import formats
         from datalens.data.own.reading import Reading
-        from datalens.data.records import Dataset
         from datalens.driver import choose_device
-        from datalens.evaluate import measures
+        from datalens.evaluate import look, measures
         from datalens.evaluate.classifiers import UTILITY
 
-        names = tuple(measures.KEYS) if "all" in self.measures else tuple(dict.fromkeys(self.measures))
-        classifiers = UTILITY if "all" in self.classifier else tuple(dict.fromkeys(self.classifier))
-        device = choose_device(self.device)
-        if min(self.sizes, default=1) < 1:
-            raise DatalensError(f"--sizes must be at least 1, not {min(self.sizes)}")
-        needed = max((*self.sizes, *(() if self.sizes and names == ("utility",) else (self.count,))))
-        reading = Reading.of(self.files)
-        test = formats.load(self.data, "test", folder=self.data_folder, reading=reading)
-        dataset = synthetic_of(self.synthetic, needed)
+        asked = self._quickly(look.QUICK) if self.quick else self
+        names = tuple(measures.KEYS) if "all" in asked.measures else tuple(dict.fromkeys(asked.measures))
+        classifiers = UTILITY if "all" in asked.classifier else tuple(dict.fromkeys(asked.classifier))
+        device = choose_device(asked.device)
+        if min(asked.sizes, default=1) < 1:
+            raise DatalensError(f"--sizes must be at least 1, not {min(asked.sizes)}")
+        needed = max((*asked.sizes, *(() if asked.sizes and names == ("utility",) else (asked.count,))))
+        test, training = look.real_images(
+            asked.data,
+            asked.real_train,
+            folder=asked.data_folder,
+            reading=Reading.of(asked.files),
+            run=asked.synthetic,
+        )
+        began = time.monotonic()
+        dataset = synthetic_of(asked.synthetic, needed)
+        sampling = (time.monotonic() - began) / len(dataset.images)
+        test = look.aligned(look.part_of(test, look.QUICK_TEST) if asked.quick else test, dataset.classes, asked.data)
         settings = measures.Settings(
-            data=self.data,
-            sizes=tuple(dict.fromkeys(self.sizes)) or (len(dataset.images),),
+            data=asked.data,
+            sizes=tuple(dict.fromkeys(asked.sizes)) or (len(dataset.images),),
             classifiers=classifiers,  # type: ignore[arg-type]
-            seeds=self.seeds,
-            epochs=self.epochs,
-            features=self.features,
-            splits=self.splits,
-            real=self.real,
-            judge_epochs=self.judge_epochs,
+            seeds=asked.seeds,
+            epochs=asked.epochs,
+            features=asked.features,
+            splits=asked.splits,
+            real=asked.real,
+            judge_epochs=asked.judge_epochs,
+            quick=asked.quick,
         )
 
-        def training(most: int) -> Dataset:
-            return formats.load_some(self.data, most=most, folder=self.data_folder, reading=reading)
+        def real(most: int) -> "Dataset":
+            assert training is not None
+            return look.aligned(training(most), dataset.classes, asked.real_train or asked.data)
 
-        bench = measures.Bench(dataset, test, training, settings, device=device, fresh=self.fresh)
+        def careful(step: float) -> float:  # with the defaults
+            count, epochs, held = Evaluate.count, Evaluate.epochs, len(test.images)
+            one = look.training_seconds(step, images=count, test=held, epochs=epochs, tests=epochs)
+            return (Evaluate.seeds + 1) * one + sampling * count
+
+        reads = None if training is None else real
+        bench = measures.Bench(dataset, test, reads, settings, device=device, fresh=asked.fresh)
+        if "utility" in names:
+            look.say_how_long(settings, test, str(device), careful=careful)
         results = {}
         for name in names:
             results[measures.KEYS[name]] = bench.measure(name)  # type: ignore[index, arg-type]
-            if measures.is_run(self.synthetic):  # as soon as each is known
-                measures.record(self.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
+            if look.is_kept(asked.synthetic, name, quick=asked.quick):  # type: ignore[arg-type]
+                measures.record(asked.synthetic, {measures.KEYS[name]: results[measures.KEYS[name]]})  # type: ignore[index]
         fields = {"note": measures.NOTE, **results.get("utility", {}), **results}
-        show(fields, measures.lines(results, dataset.classes), json=self.json)
+        show(fields, measures.lines(results, dataset.classes), json=asked.json)
         return 0
+
+    def _quickly(self, fixed: dict[str, int]) -> "Evaluate":
+        """Return the same command with the settings of a quick look."""
+        defaults = {f.name: f.default for f in dataclasses.fields(Evaluate)}
+        if changed := [
+            name for name in (*fixed, "sizes", "classifier", "measures") if getattr(self, name) != defaults[name]
+        ]:
+            raise DatalensError(f"--quick sets --{changed[0]} itself: leave one of them out")
+        return dataclasses.replace(self, **fixed)  # type: ignore[arg-type]

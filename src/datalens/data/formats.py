@@ -1,6 +1,7 @@
 """Open what --data names: a named data set, or the user's own file or folder (docs/data.md)."""
 
 import dataclasses
+import difflib
 import os
 from pathlib import Path
 
@@ -110,8 +111,17 @@ def schema_and_records(
 
 
 def _check(data: str, nominal_size: int | None, folder: Path | str | None, reading: Reading) -> None:
-    """Raise if an option does not apply to this data."""
+    """Raise if an option does not apply to this data, or if there is no such data."""
     own = is_own(data)
+    if not own and data not in sources.names():
+        meant = difflib.get_close_matches(data.lower(), sources.names(), 1)
+        named = f" (did you mean {meant[0]}?)" if meant else ""
+        raise DatalensError(
+            f"there is no folder or file {data!r} here{_near(Path(data))}, and no named data set of that name{named}: "
+            "`datalens data list` shows these"
+        )
+    if own:
+        _check_exists(Path(data))
     if nominal_size is not None and not 1 <= nominal_size <= LARGEST_NUMBER:
         raise DatalensError(f"--nominal-size must be from 1 to {LARGEST_NUMBER}, not {nominal_size}")
     if own and folder is not None:
@@ -128,15 +138,37 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
 
 def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records:
     if path.suffix == ".npz" or idx_files.is_idx(path):
+        if reading.skip_unreadable:
+            raise DatalensError(f"--skip-unreadable is for image files: {path} holds arrays, leave it out")
         of_kind = npz.open_npz if path.suffix == ".npz" else idx_files.open_idx
         records = shaped(of_kind(path, split, nominal_size, reading), reading)
-        check_not_larger(records.schema)
+        try:
+            check_not_larger(records.schema)
+        except DatalensError as error:
+            raise DatalensError(f"{error}, with --image-size") from None
         return records
     return records_of(find(path, split, reading), reading, nominal_size=nominal_size)
 
 
+def _check_exists(path: Path) -> None:
+    """Raise if there is nothing at this path, and name what is near it."""
+    if not path.exists() and not path.is_symlink():
+        raise DatalensError(f"{path} does not exist{_near(path)}: check the name")
+
+
+def _near(path: Path) -> str:
+    """Return a hint at something in the same folder whose name is similar; "" if there is nothing."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")]
+    except OSError:
+        return ""
+    meant = difflib.get_close_matches(path.name, beside, 1)
+    return f" (did you mean {path.parent / meant[0]}?)" if meant else ""
+
+
 def own_images(path: Path, reading: Reading, split: str = "train") -> Found | OnDisk:
     """Return own images as they are stored, for `datalens inspect`, which needs no declarations."""
+    _check_exists(path)
     if path.suffix == ".npz":
         return npz.open_npz(path, split, 0, reading)
     return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(path, split, reading)

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, UnreadableImage
 
 MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 MOST_BYTES = 2**29  # of an image file: 2^26 pixels, the most that are decoded, with four channels of 16 bits
@@ -32,7 +32,7 @@ def read_regular(path: Path | str, most: int = MOST_BYTES) -> bytes:
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise DatalensError(f"{path} is larger than the limit of {most / 2**20:g} MiB for an image: leave it out")
+        raise UnreadableImage(f"{path} is larger than the limit of {most / 2**20:g} MiB for an image: leave it out")
     return data
 
 

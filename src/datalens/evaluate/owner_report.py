@@ -140,6 +140,8 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
         if (value := number(fields, key)) is not None:
             ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
             beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
+            if (guessing := number(fields, "accuracy_majority")) is not None:
+                beside = [str(fields.get("verdict")), f"guessing the largest class: {said(guessing)}", *beside]
             beside += [str(fields["features"])] if "features" in fields else []
             if by := measured_by(fields):
                 beside.append(by)
@@ -182,10 +184,18 @@ def blocks(value: dict[str, Any], title: str = "", classes: Sequence[str] = ()) 
             caption = f"{under}: how often a record of a class (row) was classified as each class (column)"
             names = list(classes) if of_classes else [str(i) for i in range(max(map(len, item)))]
             shown = {"title": caption if of_classes else under, "names": names, "rows": item[:MOST_ROWS]}
+            shown["shades"] = [shades(row) for row in item[:MOST_ROWS]]
             tables.append({"kind": "matrix", **shown})
         elif _rows(item):
             tables.append(_listed(item, under))
     return tables
+
+
+def shades(row: Sequence[Any]) -> list[int]:
+    """Return for each cell how darkly it is shaded, 0 to 4, by its part of the row: an empty cell is not shaded."""
+    cells = [float(cell) if isinstance(cell, int | float) and cell > 0 else 0.0 for cell in row]
+    whole = sum(cells)
+    return [math.ceil(4 * cell / whole) if whole else 0 for cell in cells]
 
 
 def _listed(items: list[dict[str, Any]], title: str) -> dict[str, Any]:

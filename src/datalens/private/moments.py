@@ -53,7 +53,7 @@ class RecordRows:
         rows = Rows(torch.Size([width]), torch.int32, cpu, capacity=schema.nominal_size)
         labels, persons, fingerprint = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
         person_numbers: dict[bytes, int] = {}
-        with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
+        with bar(f"reading {schema.name}", schema.nominal_size, private=True) as (progress, task):
 
             def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
                 progress.advance(task, len(index))

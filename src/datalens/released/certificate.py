@@ -47,10 +47,12 @@ DECLARED_PUBLIC = (
 
 
 def declared_public(schema: Schema) -> list[str]:
-    """Return what is declared public, with a note on the facts that were read off the data, if any."""
+    """Return what is declared public, with notes on facts that were read off the data and on files left out, if any."""
     declared = list(DECLARED_PUBLIC)
     if schema.by_person:
         declared[1] = declared[1].replace("records", "persons")
+    if schema.left_out:
+        declared.append(schema.left_out)
     return [*declared, schema.note] if schema.read_off else declared
 
 

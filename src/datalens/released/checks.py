@@ -45,6 +45,12 @@ def notes(claim: Claim) -> list[str]:
             "owner's word that the weights learned from nothing but what was charged (to refuse such certificates, "
             "use --require-version)"
         )
+    if claim.version < VERSION and getattr(claim.settings, "shares", None) == "balanced":
+        lines.append(
+            "datalens 0.1.0 gave records to teachers by position also for folders of images, where this price is too "
+            "small, and the certificate does not state the format of the data: if it was such a folder, the "
+            "certificate does not hold (docs/privacy.md)"
+        )
     if claim.weights.completed is None and paid < planned:
         lines.append(
             f"the weights do not state how many steps they learned from (datalens 0.1.0 did not write it): you have "

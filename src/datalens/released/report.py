@@ -20,12 +20,14 @@ from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import FORMAT, charts, render, sealed
 from datalens.plans.base import Settings
+from datalens.plans.guidance import belief, grade
 from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
+from datalens.released.moments import MomentModel
 from datalens.released.weights import load_generator
 
 CONTENTS = (
@@ -99,6 +101,7 @@ def _page(release: Path, like: bytes) -> bytes:
         seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
         picture=None if classifier else picture_of(release, shown, schema.name),
         left_out=[] if classifier else _left_out(shown, schema),
+        classes=[] if classifier else usable_classes(release, settings, schema, budget),
         chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
         curve=_table(curves),
         releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
@@ -115,6 +118,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """Return the texts and numbers of the guarantee, from the certificate."""
     added = budget.relation == "add-remove"
     sure = 1 / (1 + math.exp(-min(budget.epsilon, 700.0)))
+    given = Schema.from_dict(c["public"]).given
     mechanism, stamp = c["mechanism"], "" if c["private"] else f"; {certificates.NOT_PRIVATE}"
     return {
         "private": c["private"],
@@ -130,6 +134,9 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "neighbours": "present or absent" if added else "replaced by another",
         "happens": "was in the data or not" if added else "was this one or any other",
         "told": certificates.how_well_told(budget.epsilon),
+        "grade": grade(budget.epsilon),
+        "suspicions": suspicions(budget.epsilon),
+        "condition": f" This holds given that what was read off the data is public: {given}." if given else "",
         "factor": certificates.odds_factor(budget.epsilon),
         "surest": f"{upwards(100 * sure, 4)} %" if budget.epsilon <= SAYS_LITTLE else "",
         "mechanism": mechanism["name"][:1].upper() + mechanism["name"][1:],
@@ -147,6 +154,46 @@ def _origin(c: dict[str, Any]) -> str:
     if math.isinf(float(c["epsilon_spent"])):
         return "none"
     return "secret, from the operating system" if c["noise"]["secure"] else "from a known seed"
+
+
+SUSPECTED = (0.01, 0.1, 0.5)  # as on docs/steward.md
+COMPARED = (1.0, 3.0, 10.0)
+
+
+def suspicions(epsilon: float) -> dict[str, Any]:
+    """Return the table of what a suspicion can become: at this ε, and for comparison at 1, 3 and 10."""
+    others = [other for other in COMPARED if other != epsilon]
+    columns = [epsilon, *others]
+    head = ["suspected before", "with this release", *(f"if ε were {other:g}" for other in others)]
+    return {
+        "head": head,
+        "rows": [
+            (f"{100 * before:g} %", *(percent_up(belief(before, one)) for one in columns)) for before in SUSPECTED
+        ],
+        "tenth": percent_up(belief(0.1, epsilon)),
+        "half": percent_up(belief(0.5, epsilon)),
+    }
+
+
+def percent_up(part: float) -> str:
+    """Return a percentage with one digit, rounded up: never smaller than what is guaranteed."""
+    return f"{min(100.0, math.ceil(round(1000 * part, 6)) / 10):.1f} %"
+
+
+def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Budget) -> list[tuple[str, str, str]]:
+    """Return for each class its released number of records, and how usable its images are; [] if that is not known.
+
+    All of it follows from released counts, which are in the generator.
+    """
+    generator, names = load_generator(release)
+    if not isinstance(generator, MomentModel):
+        return []
+    counts = dict(zip(generator.present.tolist(), generator.sizes.tolist(), strict=True))
+    outlooks = settings.outlook(schema, budget, [counts.get(number, 0.0) for number in range(len(names))])
+    return [
+        (name, "—" if number not in counts else f"about {float(f'{counts[number]:.2g}'):.0f}", one.words)
+        for number, (name, one) in enumerate(zip(names, outlooks, strict=bool(outlooks)))
+    ]
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -210,11 +210,17 @@ def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) ->
     return [] if same else [f"{PICTURE} is not what the generator draws"]
 
 
+def _is_earlier(form: int, certificate: dict[str, Any]) -> bool:
+    """Return whether the writer of a certificate wrote pages in this earlier format, which cannot be compared."""
+    writer = certificate.get("versions", {}).get("datalens")
+    return form < FORMAT and (certificate.get("version") == FIRST or (form == 2 and writer == "0.2.0.dev0"))
+
+
 def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool) -> tuple[list[str], list[str]]:
     """Check the HTML page, and return problems and notes.
 
     The certificate has no hash of the page, so that it can be written again; but it must be complete and say the same
-    as the certificate. A page of version 0.1.0 cannot be compared, since this version writes another one: a note.
+    as the certificate. A page of an earlier version cannot be compared, since this version writes another one: a note.
     """
     path = release / REPORT
     if not path.exists():
@@ -225,7 +231,7 @@ def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool
     problem = seal_problem(content, str(certificate["sha256"].get("certificate")))
     if problem is not None:
         return [f"{REPORT} {problem}"], []
-    if page_format(content) < FORMAT and certificate.get("version") == FIRST:
+    if _is_earlier(page_format(content), certificate):
         return [], [
             f"{REPORT} was written by an earlier version, and is not compared: run `datalens report` to write it again"
         ]

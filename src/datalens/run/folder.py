@@ -199,7 +199,8 @@ class Run:
         """
         run = cls.open(path)
         try:
-            check_kept(path, ledger=run.ledger, journal=run.journal, checkpoint=path / "checkpoints" / LATEST)
+            latest = path / "checkpoints" / LATEST
+            check_kept(path, settings=run.settings, ledger=run.ledger, journal=run.journal, checkpoint=latest)
         except BaseException:
             run.close()
             raise
