@@ -18,6 +18,8 @@ from datalens.reproduce.kept import read_cells
 RESULTS, PAGE = Path("docs/results"), Path("docs/results.md")
 HEAD = """# Results
 
+*For experts: figures beside the paper's. [evaluation.md](evaluation.md) says how to measure your own set.*
+
 Made by `python tools/results.py` from the cells in `docs/results/`, one JSON line each. Those of tables 1 to 5, 7 and
 12, figure 4, utility and ablation are runs, with settings, versions, ε, δ, relation, accountant and the hash of their
 certificate (runs themselves are not kept: a certificate is checked where its release lies). Where a cell says torch

@@ -51,7 +51,7 @@ def test_python_runs_from_top_to_bottom(
     for kind, said, text in blocks(page):
         if kind == "python" and not said:
             exec(compile(text, str(page), "exec"), space)
-        elif page.name in RUN_WHOLE:
+        elif kind == "sh" and page.name in RUN_WHOLE:
             for words in commands(text):
                 datalens(*words).succeeded()
     AFTER.get(page.name, lambda space, said, folder: None)(space, capsys.readouterr().out, tmp_path)

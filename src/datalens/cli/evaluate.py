@@ -56,9 +56,39 @@ class Evaluate:
     """Measure again, instead of using cached results."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
+    publish: bool = False
+    """Release an accuracy that may be published: answers on held-out records, with noise, into the release. It costs
+    the held-out records --epsilon. Nothing else is measured."""
+    epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """With --publish: what it may cost a held-out record. 0.1 is little."""
+    delta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: the run's)")] = None
+    """With --publish: the δ beside that ε."""
+    overlap: Literal["find-out", "none", "some"] = "find-out"
+    """With --publish: whether records that were trained on may be among the held-out ones, if you know."""
+    held_out: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """With --publish, your own data: about how many records (persons) are held out, declared public."""
+    budget: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: the run's)")] = None
+    """With --publish: the budget that the held-out records belong to."""
+    plan: bool = False
+    """With --publish: say which interval to expect, and release nothing."""
+    again: bool = False
+    """With --publish: pay once more, for a table that an interruption lost or that a new release needs."""
     json: Json = False
 
     def __call__(self) -> int:
+        if self.publish:
+            return self._publish()
+        return self._measure()
+
+    def _publish(self) -> int:
+        from datalens.evaluate import publish
+
+        classifier = "augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0]
+        fields, lines = publish.command(self.synthetic, self, classifier=classifier, plan_only=self.plan)
+        show(fields, lines, json=self.json)
+        return 0
+
+    def _measure(self) -> int:
         from datalens.data.own.reading import Reading
         from datalens.driver import choose_device
         from datalens.evaluate import look, measures

@@ -29,6 +29,7 @@ class Verify:
 
     def __call__(self) -> int:
         from datalens.privacy.ledger import json_number, upwards
+        from datalens.released import publication
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release
 
@@ -41,6 +42,7 @@ class Verify:
         problems = list(verification.problems)
         prices = verification.spent_by() if self.details or self.json else {}
         certificate, budget = verification.certificate, verification.budget
+        published = certificate.get(publication.FIELD)
         run_ledger = self.run / LEDGER
         if release != self.run and run_ledger.is_file() and run_ledger.read_bytes() != (release / LEDGER).read_bytes():
             longer = run_ledger.read_bytes().startswith((release / LEDGER).read_bytes())
@@ -74,6 +76,7 @@ class Verify:
             "private": verification.private,
             "problems": problems,
             "not_stated": list(verification.notes),
+            "published_accuracy": published,
             "signature": signature,
             "samples": None if self.samples is None else str(self.samples),
             "warnings": list(verification.warnings),
@@ -90,6 +93,8 @@ class Verify:
         lines.append(f"  The privacy unit is {verification.unit}.")
         if self.samples is not None and not problems:
             lines.append(f"  {self.samples} is what its generator draws.")
+        if published is not None and not problems:
+            lines += [f"  {line}." for line in publication.said(published)]
         lines.append(f"  Signature: {signature}.")
         lines += [f"  not stated: {line}" for line in verification.notes]
         lines += [f"  warning: {line}" for line in verification.warnings]

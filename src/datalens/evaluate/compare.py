@@ -23,10 +23,15 @@ from datalens.privacy.ledger import json_number, upwards
 from datalens.progress import counted
 from datalens.released import certificate as certificates
 from datalens.released import report
+from datalens.released.publication import FIELD
 from datalens.released.verification import check_release
 
 MOST_PICTURES, MOST_BYTES = 12, 250_000  # number of pictures, and size of each
-COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling", "measured by")
+PUBLISHED = "published accuracy, covered"
+COLUMNS = (
+    *("run", "ε", "accuracy", "ceiling", PUBLISHED, "ε spent"),
+    *("δ, relation, accountant", "method", "data", "measured by"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,11 @@ class Entry:
     @property
     def epsilon(self) -> float:
         return float(self.certificate["budget"]["epsilon"])
+
+    @property
+    def published(self) -> dict[str, Any] | None:
+        """The figures of the published accuracy, if there is one."""
+        return self.certificate[FIELD]["figures"] if FIELD in self.certificate else None
 
     @property
     def method(self) -> str:
@@ -70,6 +80,7 @@ class Entry:
             "accuracy_std": self.spread,
             "accuracy_real": self.ceiling,
             "accuracy_by": self.by or None,
+            "published_accuracy": self.published and self.published["accuracy"],
             **self.others,
         }
 
@@ -133,9 +144,11 @@ def _cells(entry: Entry) -> tuple[Any, ...]:
     name = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
     terms = f"{upwards(row['delta'])}, {row['relation']}, {row['accountant']}"
     accuracy = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
-    first = (name, row["method"], row["data"], terms)
-    prices = (upwards(entry.epsilon), upwards(float(row["epsilon_spent"]), 4))
-    return (*first, *prices, accuracy, row["accuracy_real"], row["accuracy_by"])
+    p = entry.published
+    covered = p and f"{report.percent(p['accuracy'])} ({report.percent(p['low'])} to {report.percent(p['high'])})"
+    figures = (upwards(entry.epsilon), accuracy, row["accuracy_real"], covered)
+    spent = upwards(float(row["epsilon_spent"]), 4)
+    return (name, *figures, spent, terms, row["method"], row["data"], row["accuracy_by"])
 
 
 def measured(entries: Sequence[Entry]) -> bool:
@@ -183,8 +196,14 @@ def _curves(entries: Sequence[Entry], data: str) -> str:
             terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
     series = [charts.Series(name=name, points=tuple(sorted(some)), dots=True) for name, some in points.items()]
+    same = [entry.ceiling for entry in entries if entry.certificate["public"]["name"] == data and entry.ceiling]
     return charts.line_chart(
-        series, title=f"Accuracy against ε: {data}", x="ε (budget)", y="accuracy on real test records, private"
+        series,
+        title=f"Accuracy against ε: {data}",
+        x="ε (budget)",
+        y="accuracy on real test records, private",
+        limit=max(same, default=None),
+        limit_name="ceiling: the same classifier, trained on real images",
     )
 
 

@@ -28,11 +28,13 @@ from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
 from datalens.released.moments import MomentModel
+from datalens.released.publication import FIELD, figures_of
 from datalens.released.weights import load_generator
 
 CONTENTS = (
     ("guarantee", "The guarantee"),
     ("data", "What is in it"),
+    ("accuracy", "How good it is"),
     ("budget", "The budget"),
     ("use", "Use it"),
     ("check", "Check it"),
@@ -42,6 +44,7 @@ MOST_STOPS, SLOW_STOPS = 40, 7  # points of a curve; fewer for accountants that 
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on, a guess may become a certainty, to within a thousandth
 MOST_PICTURE = 3_000_000  # bytes; base64 on the page adds a third
+LEAST_SHOWN = 56  # pixels of the screen for an image: smaller ones are enlarged, by a whole factor
 MOST_LINES = 20  # lines of the table of releases
 CHARGED = "releases charged"
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
@@ -95,7 +98,8 @@ def _page(release: Path, like: bytes) -> bytes:
         page_format=FORMAT,
         title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
         eyebrow="datalens · privacy report",
-        contents=CONTENTS,
+        contents=[entry for entry in CONTENTS if entry[0] != "accuracy" or FIELD in c],
+        accuracy=published_accuracy(c),
         public=c["public"],
         size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
         seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
@@ -196,6 +200,34 @@ def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Bu
     ]
 
 
+def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the page says of the published accuracy, from the certificate; None if nothing was published."""
+    if FIELD not in c:
+        return None
+    fields = c[FIELD]
+    found, asked = fields["figures"], fields["asked"]
+    by_class = [
+        (name, None, "too few records to tell")
+        if one is None
+        else (name, percent(one[0]), f"{percent(one[1])} to {percent(one[2])}")
+        for name, one in zip(c["public"]["classes"], found["classes"], strict=True)
+    ]
+    return {
+        "accuracy": percent(found["accuracy"]),
+        "interval": f"{percent(found['low'])} to {percent(found['high'])}",
+        "majority": percent(found["majority"]),
+        "verdict": figures_of(fields).verdict,
+        "by": fields["answered_by"],
+        "held_out": asked["held_out"],
+        "classes": by_class,
+    }
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with one digit."""
+    return f"{100 * share:.1f} %"
+
+
 # --- the picture ----------------------------------------------------------------------------------
 
 
@@ -218,17 +250,22 @@ def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MO
             while len(content) > most:
                 image.thumbnail((image.width * 3 // 4, image.height * 3 // 4))
                 content = _png(image)
-            width, height = image.size
     except (OSError, ValueError, SyntaxError) as error:
         raise DatalensError(f"{release / certificates.PICTURE} is not a picture: fetch the release again") from error
     return {
         "base64": base64.b64encode(content).decode(),
         "classes": shown,
-        "width": width,
-        "height": height,
+        **size_shown(content, len(shown)),
         "caption": "Drawn from the generator with seed 0, a row a class",
         "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
     }
+
+
+def size_shown(png: bytes, rows: int) -> dict[str, int]:
+    """Return width and height of a grid of images, and the width at which the page shows it."""
+    with Image.open(BytesIO(png)) as image:
+        width, height = image.size
+    return {"width": width, "height": height, "shown": width * max(1, round(LEAST_SHOWN * rows / height))}
 
 
 def _png(image: Image.Image) -> bytes:

@@ -15,7 +15,7 @@ from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
-from datalens.released import checks, report, signing
+from datalens.released import checks, publication, report, signing
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -83,7 +83,8 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
         TamperedError: the hash chain of its ledger is broken.
     """
     certificate = read_certificate(release)
-    for name in (LEDGER, weights_of(certificate)):
+    published = (publication.LEDGER,) if publication.FIELD in certificate else ()
+    for name in (LEDGER, weights_of(certificate), *published):
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     problems = _file_problems(release, certificate)
@@ -101,6 +102,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
             events=events,
             spent=spent,
             weights=read_weights(release / weights_of(certificate)),
+            published=_published(release, certificate),
         )
         claim.settings.check(claim.schema)  # no run was ever done with others, and no price is asked of them
         problems += checks.problems(claim)
@@ -136,6 +138,14 @@ def verified(release: Path) -> dict[str, Any]:
     if result.problems:
         raise TamperedError(f"the certificate of {release} does not stand ({result.problems[0]}): fetch it again")
     return result.certificate
+
+
+def _published(release: Path, certificate: dict[str, Any]) -> publication.Publication | None:
+    """Return the published accuracy that the certificate states, if any, with its ledger."""
+    if publication.FIELD not in certificate:
+        return None
+    ledger = read_ledger(release / publication.LEDGER)
+    return publication.read(certificate[publication.FIELD], *ledger, Schema.from_dict(certificate["public"]))
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
