@@ -11,7 +11,7 @@ help:
 	@echo "make test       all checks and all fast tests"
 	@echo "make docs       the site, into site/; make test builds it too, and runs the code on its pages"
 	@echo "make test-slow  tests that take minutes or need the network"
-	@echo "make browser    the report in a real Chromium, which must be installed"
+	@echo "make browser    the pages and the studio in a real Chromium, which must be installed"
 	@echo "make faults     60 kills at random moments, 200 injected faults: crashes, full disks, second writers"
 	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
 	@echo "make check      ruff, mypy, import contracts"

@@ -71,6 +71,10 @@ def train(
         world = stack.enter_context(World.start(options.device))
         job = world.together(lambda: make_job(options, given, records))
         world.agree({"out": str(options.out), **job.facts()})
+        if job.records is not None and not job.begun:
+            options = dataclasses.replace(
+                options, record_id=job.options["record_id"]
+            )  # DICOM files may say it themselves
         settings, method = job.settings, method or method_of(job.settings)
         world.together(lambda: _check_ranks(settings, method, world))
         asked = {**job.options, **options.own}

@@ -70,6 +70,8 @@ def make_job(options: TrainOptions, given: set[str] | None, records: "Records | 
         schema, records = formats.schema_and_records(
             options.data, nominal_size=options.nominal_size, folder=options.data_folder, reading=reading
         )
+        whose = getattr(records, "record_id", None)  # DICOM files say it themselves; the run remembers that
+        options = options if whose is None else dataclasses.replace(options, record_id=whose)
     else:
         schema = records.schema
     budget, settings = make_plan(options, schema)

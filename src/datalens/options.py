@@ -51,7 +51,8 @@ class ReadingOptions:
     grayscale: Annotated[bool, arg(help_behavior_hint="")] = False
     """Convert colour images to grey."""
     record_id: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Column with the person of each image, to protect persons. Folder of images: prefix or folder."""
+    """Column with the person of each image, to protect persons. Folder of images: prefix or folder. DICOM files say it
+    themselves; none: protect single images."""
     skip_unreadable: Annotated[bool, arg(help_behavior_hint="")] = False
     """Leave out files that cannot be read as images; the certificate says so, but not how many."""
 
@@ -59,7 +60,7 @@ class ReadingOptions:
 @dataclass(frozen=True, kw_only=True)
 class _WhichData:
     data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
-    """A named set (`datalens data list`), or your own folder of images, .parquet, .csv, .npz, idx."""
+    """A named set (`datalens data list`), or your own folder of images or DICOM files, .parquet, .csv, .npz, idx."""
     data_folder: DataFolder = None
     """Folder of a named set that cannot be downloaded."""
     nominal_size: NominalSize = None

@@ -47,7 +47,7 @@ def test_one_line_says_it(datalens, words, said, tmp_path, monkeypatch):
 
 
 def test_what_a_command_of_several_needs(datalens):
-    said = "datalens data needs one of list, get; `datalens data --help` describes them"
+    said = "datalens data needs one of list, get, draw-studies; `datalens data --help` describes them"
     assert datalens("data").refused() == datalens("data", "--json").refused() == f"datalens: {said}"
     assert "datalens audit needs one of mechanism, end-to-end, " in datalens("audit", "--json").refused()
     assert "did you mean" not in datalens("audit", "--json").refused()

@@ -437,12 +437,12 @@ def test_bad_images_are_named(tmp_path, name, content, words):
 
 def test_files_of_other_formats_are_counted(tmp_path):
     folder(tmp_path)
-    for name in ("cat/a.dcm", "eel/b.tif"):
+    for name in ("cat/a.bmp", "eel/b.tif"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DatalensError, match=r"a\.dcm is no .* file, nor is another: convert them"):
+    with pytest.raises(DatalensError, match=r"a\.bmp is no .* file, nor is another: convert them"):
         opened(tmp_path)
     (tmp_path / "eel/c.bmp").write_bytes(b"")
-    with pytest.raises(DatalensError, match=r"a\.dcm is no .* file, nor are 2 others: convert them"):
+    with pytest.raises(DatalensError, match=r"a\.bmp is no .* file, nor are 2 others: convert them"):
         opened(tmp_path)
 
 

@@ -42,7 +42,7 @@ def test_it_declares_its_script_and_extras(wheel: Path) -> None:
         metadata = archive.read(f"{info}/METADATA").decode()
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     assert "datalens = datalens.cli.main:main" in scripts
-    for extra in ("tensorboard", "dev", "pld"):
+    for extra in ("tensorboard", "dev", "pld", "medical"):
         assert f"Provides-Extra: {extra}" in metadata
     assert "Requires-Python: <3.14,>=3.11" in metadata
 

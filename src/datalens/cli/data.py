@@ -1,6 +1,7 @@
 """`datalens data`: list and download the named data sets."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tyro.conf import Positional
 
@@ -56,5 +57,26 @@ class DataGet:
         return 0
 
 
-COMMANDS: dict[str, type] = {"list": DataList, "get": DataGet}
-DESCRIPTION = "List the named data sets, or download one."
+@dataclass(frozen=True, kw_only=True)
+class DrawStudies:
+    """Draw an example of hospital data: DICOM files of patients who do not exist (docs/hospital.md)."""
+
+    folder: Positional[Path]
+    """A new folder: PATIENT/STUDY/IM00001, and findings.csv, which lists them."""
+    patients: int = 1000
+    """Number of patients; each has one to three studies. Every fifth patient is for testing."""
+    seed: int = 0
+    """The same seed gives the same images."""
+    json: Json = False
+
+    def __call__(self) -> int:
+        from datalens.data.studies import LIST, draw_studies
+
+        drawn = draw_studies(self.folder, patients=self.patients, seed=self.seed)
+        line = "{images} images in {studies} studies of {patients} patients: ".format(**drawn)
+        show({**drawn, "list": str(self.folder / LIST)}, [f"{line}{self.folder / LIST}"], json=self.json)
+        return 0
+
+
+COMMANDS: dict[str, type] = {"list": DataList, "get": DataGet, "draw-studies": DrawStudies}
+DESCRIPTION = "List the named data sets, download one, or draw an example of hospital data."

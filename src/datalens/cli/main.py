@@ -27,12 +27,14 @@ from datalens.cli.report import Report
 from datalens.cli.reproduce import Reproduce
 from datalens.cli.sample import Sample
 from datalens.cli.sign import Sign
+from datalens.cli.studio import StudioCommand
 from datalens.cli.train import Sgd, Train, command_for, explain, given_in
 from datalens.cli.verify import Verify
 from datalens.errors import DatalensError, SaidElsewhere
 
 # The class of each command; for a command with subcommands, their classes by name.
 COMMANDS: dict[str, type | dict[str, type]] = {
+    "studio": StudioCommand,
     "train": Train,
     "inspect": Inspect,
     "plan": Plan,

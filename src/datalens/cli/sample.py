@@ -17,7 +17,7 @@ class Sample:
     run: Positional[Path]
     """A run folder, or its release folder."""
     out: Path
-    """synth.npz, synth.parquet, or a folder/ of PNG files."""
+    """synth.npz, synth.parquet, or a folder/ of PNG files. The last two come with papers (docs/papers.md)."""
     count: int = 10_000
     """Number of images. Classes come in proportion to their released counts, if the release has counts."""
     only: Annotated[

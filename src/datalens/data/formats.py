@@ -5,6 +5,7 @@ import difflib
 import os
 from pathlib import Path
 
+from datalens.data.dicom import DICOM
 from datalens.data.named import sources
 from datalens.data.own import idx_files, npz
 from datalens.data.own.arrays import shaped
@@ -17,7 +18,7 @@ from datalens.errors import DatalensError
 
 DEFAULTS = Reading()
 METADATA = "metadata.csv"  # in a folder of images: a table with columns about them
-RULES = (None, PREFIX, FOLDER)
+RULES = (None, PREFIX, FOLDER, DICOM, NONE)
 
 
 def is_own(data: str) -> bool:

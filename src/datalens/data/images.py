@@ -64,6 +64,7 @@ class ImageRecords:
         decoder: used instead of `decode` for the user's own files.
         looked_at: what was read of the user's own files to know the schema, in words.
         fixed_positions: whether the images come from a list (`records.Records`).
+        record_id: whose each image is, where the files themselves say it and no option did.
         skipped: names of unreadable files that were left out so far (--skip-unreadable). Private.
     """
 
@@ -73,6 +74,7 @@ class ImageRecords:
     decoder: Callable[[bytes, str], np.ndarray] | None = None
     looked_at: str = ""
     fixed_positions: bool = False
+    record_id: str | None = None
     skipped: set[str] = field(default_factory=set)
 
     def blocks(self, choose: Choose) -> Iterator[Block]:

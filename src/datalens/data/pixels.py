@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from datalens.data import dicom as dicom_files
+from datalens.data.regular import MOST_PIXELS
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError, UnreadableImage
 
-MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 CUT_BEFORE = (64, 64)  # the size of the copies of CelebA that are in circulation, from which the square was cut already
 WHAT_TO_DO = "repair it, or leave it out (--skip-unreadable leaves out all such files)"
 NAMED, OWN = ("JPEG", "PNG"), ("JPEG", "PNG", "WEBP")  # formats that are read
@@ -78,8 +79,12 @@ class Kind:
         return self.mode in _GREY
 
 
-def kind_of(data: bytes, name: str) -> Kind:
+def kind_of(data: bytes, name: str, *, dicom: bool = False) -> Kind:
     """Return the size and mode of one of the user's images, without decoding its pixels."""
+    if dicom:
+        with _damage_explained(name):
+            height, width, mode = dicom_files.size_and_mode(data, name)
+        return Kind(height=height, width=width, mode=mode)
     image = _own(data, name)
     with _damage_explained(name):  # some formats keep these facts behind the pixels
         turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # by 90 degrees
@@ -87,25 +92,28 @@ def kind_of(data: bytes, name: str) -> Kind:
     return Kind(height=height, width=width, mode=image.mode)
 
 
-def checked_kind(data: bytes, name: str) -> Kind:
+def checked_kind(data: bytes, name: str, *, dicom: bool = False) -> Kind:
     """Return the same, after decoding all of the image to find damage."""
-    kind = kind_of(data, name)
+    kind = kind_of(data, name, dicom=dicom)
     as_is = Schema(name="", height=kind.height, width=kind.width, channels=3, classes=("all",), nominal_size=1)
-    to_pixels(data, name, as_is, resize=True, grayscale=False)
+    to_pixels(data, name, as_is, resize=True, grayscale=False, dicom=dicom)
     return kind
 
 
-def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale: bool) -> np.ndarray:
+def to_pixels(
+    data: bytes, name: str, schema: Schema, *, resize: bool, grayscale: bool, dicom: bool = False
+) -> np.ndarray:
     """Decode one of the user's images to uint8 [h, w, c], as the schema has it.
 
     Args:
         resize: whether --image-size was given, so that other sizes are cut and resized.
         grayscale: whether --grayscale was given, so that colour is converted to grey.
+        dicom: whether it is a DICOM file (`data.dicom` has the rule by which it becomes 8 bits).
 
     Raises:
         DatalensError: the image is damaged, or does not fit the schema without these options.
     """
-    image = _own(data, name)
+    image = _dicom(data, name) if dicom else _own(data, name)
     if schema.channels == 1 and not grayscale and image.mode not in _GREY:
         _check_whole(image, name)  # a damaged file is damaged, whatever its colours
         raise DatalensError(
@@ -155,6 +163,11 @@ def _own(data: bytes, name: str) -> Image.Image:
         if image.mode not in (*_GREY, *_COLOUR):
             raise ValueError(f"images of mode {image.mode} are not read")
     return image
+
+
+def _dicom(data: bytes, name: str) -> Image.Image:
+    with _damage_explained(name):
+        return dicom_files.picture(data, name)
 
 
 def _opened(data: bytes, name: str, formats: tuple[str, ...]) -> Image.Image:

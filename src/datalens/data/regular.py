@@ -3,9 +3,11 @@
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from datalens.errors import DatalensError, UnreadableImage
 
+MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 MOST_BYTES = 2**29  # of an image file: 2^26 pixels, the most that are decoded, with four channels of 16 bits
 
 
@@ -27,15 +29,30 @@ def read_regular(path: Path | str, most: int = MOST_BYTES) -> bytes:
         ValueError: its name cannot be one.
         DatalensError: it is not a regular file, or too large.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits for a writer
-    with open(handle, "rb") as file:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            raise DatalensError(f"{path} is {_kind(mode)}, not a file: put the file itself there")
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise UnreadableImage(f"{path} is larger than the limit of {most / 2**20:g} MiB for an image: leave it out")
     return data
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading; raises like `read_regular`."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits for a writer
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise DatalensError(f"{path} is {_kind(mode)}, not a file: put the file itself there")
+    return open(handle, "rb")
+
+
+def first_bytes(path: Path | str, count: int) -> bytes:
+    """Return the first bytes of a file; none where there is no regular file that can be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(count)
+    except (OSError, ValueError, DatalensError):
+        return b""
 
 
 def _kind(mode: int) -> str:

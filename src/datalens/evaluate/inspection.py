@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from datalens.data import dicom as dicom_files
 from datalens.data import formats
 from datalens.data.images import WORKERS, Encoded, ImageRecords
 from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.pixels import Kind, checked_kind
 from datalens.data.records import Dataset, OnDisk, Records, block_records, draw, person_key
-from datalens.data.schema import Schema
+from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
 from datalens.plans.base import Settings
@@ -54,6 +55,7 @@ class Look:
     digest: bytes
     kind: Kind | None
     problem: str | None
+    dicom: dicom_files.Facts | None = None
 
 
 def inspect(
@@ -79,9 +81,10 @@ def inspect(
     modes = Counter(look.kind.mode for look in looks if look.kind)
     per_class = Counter(dict.fromkeys(classes, 0))
     per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
-    keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if reading.record_id else [])]
+    whose = reading.id_column if isinstance(listed, OnDisk) else listed.record_id or reading.id_column
+    keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if whose is not None else [])]
     images_of = Counter(keys)
-    persons = len(images_of) if reading.record_id is not None else None
+    persons = len(images_of) if whose is not None else None
     units = per_class  # number of privacy units in each class: records or persons
     if persons is not None:
         units = Counter(dict.fromkeys(classes, 0))
@@ -97,9 +100,10 @@ def inspect(
         "test_images": _test_images(path, reading),
         "sizes": dict(sizes.most_common()),
         "modes": dict(modes.most_common()),
+        "dicom": _dicom(looks),
         "for": OWNER_ONLY,
     }
-    found |= _problems(looks, names, units, sizes, reading)
+    found |= _problems(looks, names, units, sizes, reading, by_person=whose is not None)
     found["no_images"] = list(listed.no_images) if isinstance(listed, Found) else []
     found["columns"] = columns_of(path) if reading.label is None or reading.record_id is None else []
     found["suggested"] = suggested(found["columns"], reading)
@@ -145,7 +149,7 @@ def _look(listed: Found | OnDisk, most: int | None) -> tuple[np.ndarray, list[An
             which = list(range(len(some.index)))
             if chosen is not None:
                 which = np.flatnonzero(chosen[start : start + len(some.index)]).tolist()
-            looks += pool.map(lambda i, some=some: _one(some, i), which)
+            looks += pool.map(lambda i, some=some: _one(some, i, dicom=listed.dicom), which)
             names += [some.names[i] for i in which]
             progress.advance(task, len(which))
     return np.concatenate(labels), ids, looks, names
@@ -159,16 +163,26 @@ def _numbered(blocks: Iterator[Encoded]) -> Iterator[tuple[Encoded, int]]:
         seen += len(some.index)
 
 
-def _one(some: Encoded, i: int) -> Look:
+def _one(some: Encoded, i: int, *, dicom: bool) -> Look:
     try:
         data = some.read(i)
     except DatalensError as error:
         return Look(digest=b"", kind=None, problem=str(error))
     digest = hashlib.sha256(data).digest()
     try:
-        return Look(digest=digest, kind=checked_kind(data, some.names[i]), problem=None)
+        kind = checked_kind(data, some.names[i], dicom=dicom)
+        facts = dicom_files.facts(data, some.names[i]) if dicom else None
+        return Look(digest=digest, kind=kind, problem=None, dicom=facts)
     except DatalensError as error:
         return Look(digest=digest, kind=None, problem=str(error))
+
+
+def _dicom(looks: list[Look]) -> dict[str, int] | None:
+    """Return how many studies and series the images are of; None: these are no DICOM files."""
+    found = [look.dicom for look in looks if look.dicom]
+    if not found:
+        return None
+    return {"studies": len({one.study for one in found}), "series": len({one.series for one in found})}
 
 
 def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
@@ -187,14 +201,20 @@ def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list
 
 
 def _problems(
-    looks: list[Look], names: list[str], units: Counter[str], sizes: Counter[str], reading: Reading
+    looks: list[Look],
+    names: list[str],
+    units: Counter[str],
+    sizes: Counter[str],
+    reading: Reading,
+    *,
+    by_person: bool,
 ) -> dict[str, Any]:
     first: dict[bytes, str] = {}
     twice = []
     for look, name in zip(looks, names, strict=True):
         if look.digest and first.setdefault(look.digest, name) != name:
             twice.append(f"{name} is the same as {first[look.digest]}")
-    unit = "records" if reading.record_id is None else "persons"
+    unit = "persons" if by_person else "records"
     tiny = [
         f"class {name} has {count} {unit}, too few to learn anything about it: add more, or merge it with another class"
         for name, count in units.items()
@@ -206,6 +226,10 @@ def _problems(
     modes = {look.kind.mode for look in looks if look.kind}
     if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
         mixed.append("grey and colour images: the first one decides, and must be colour; or use --grayscale")
+    if burned_in := [name for look, name in zip(looks, names, strict=True) if look.dicom and look.dicom.burned_in]:
+        mixed.append(
+            f"text in the pixels of {len(burned_in)} images, says {burned_in[0]}: cut it off, or leave them out"
+        )
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
         mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")
@@ -390,7 +414,7 @@ def _schema(path: Path, listed: Found | OnDisk, reading: Reading, found: dict[st
         channels=1 if grey else 3,
         classes=tuple(found["classes"]),
         nominal_size=found["nominal_size"],
-        record_unit=reading.unit,
+        record_unit=IMAGE if found["persons"] is None else PERSON,
     )
 
 
@@ -424,6 +448,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_table_lines(found),
         "sizes: " + ", ".join(f"{size} ({count})" for size, count in list(found["sizes"].items())[:NAMED]),
         "modes: " + ", ".join(f"{mode} ({count})" for mode, count in found["modes"].items()),
+        *([] if not found["dicom"] else ["DICOM: {studies} studies, {series} series".format(**found["dicom"])]),
         f"test images, for `datalens evaluate`: {found['test_images']}"
         if found["test_images"]
         else "no test images: `datalens evaluate` needs some that are not trained on (docs/data.md)",

@@ -30,6 +30,11 @@ def render(template: str, **values: Any) -> bytes:
     return (text.strip() + "\n").encode()
 
 
+def render_text(text: str, **values: Any) -> bytes:
+    """Return the text of a template filled with values, all of which are escaped."""
+    return _environment().from_string(text).render(**values).encode()
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(

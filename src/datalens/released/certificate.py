@@ -9,6 +9,7 @@ Most texts in this module are data: `verify` recomputes them and compares them b
 import hashlib
 import json
 import math
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -210,14 +211,7 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         f"| noise | {c['mechanism']['noise']}, from: {', '.join(c['noise']['origin'])}; "
         f"priced {c['mechanism']['price']} |",
         "",
-        "Declared public, so not protected:",
-        "",
-        *(f"- {item}" for item in c["declared_public"]),
-        "",
-        "Not covered by the guarantee:",
-        "",
-        *(f"- {item}" for item in c["not_covered"]),
-        "",
+        *not_protected(c),
         "To check it, with nothing but this folder: `datalens verify FOLDER`. " + c["chain"],
         "",
         "| file | SHA-256 |",
@@ -226,6 +220,20 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         "",
     ]
     return "\n".join(lines).encode()
+
+
+def not_protected(certificate: Mapping[str, Any], say: Callable[[object], str] = str) -> list[str]:
+    """Return Markdown that lists what is declared public, and what the guarantee does not cover.
+
+    Args:
+        certificate: a certificate.
+        say: returns the text of an item.
+    """
+    lists = {
+        "Declared public, so not protected:": certificate["declared_public"],
+        "Not covered by the guarantee:": certificate["not_covered"],
+    }
+    return [line for title, items in lists.items() for line in (title, "", *(f"- {say(item)}" for item in items), "")]
 
 
 # Up to each ε, how well a holder of the release can tell at best: a belief of 50 % becomes at most 62.3 %, 81.8 %,

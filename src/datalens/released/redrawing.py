@@ -1,5 +1,6 @@
 """Check that a file of synthetic images is what the generator of a release draws: draw it again, and compare."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from datalens.errors import DatalensError
 from datalens.released.drawing import draw
 from datalens.released.extras import extras
 from datalens.released.loading import load
-from datalens.released.synthetic import nearly
+from datalens.released.papers import NAMES
+from datalens.released.synthetic import SyntheticDataset, beside, nearly, papers_of
 from datalens.released.weights import load_generator
 
+_MOST_BYTES = 2**22  # of a paper: no real one is as long
 FIELDS = {"seed", "count", "balanced", "classes", "device"}
 
 
@@ -44,7 +47,28 @@ def check_samples(release: Path, samples: Path, certificate: dict[str, Any]) -> 
     except (DatalensError, ValueError, TypeError, OverflowError, RuntimeError, IndexError) as error:
         return [*wrong, f"{samples.name} states a way of drawing that cannot be repeated ({type(error).__name__})"]
     if dataset.classes != names or not np.array_equal(dataset.labels, labels) or not nearly(dataset.images, images):
-        wrong.append(f"{samples.name} is not what the generator draws with that seed")
+        return [*wrong, f"{samples.name} is not what the generator draws with that seed"]
+    return wrong + _papers_problems(samples, dataclasses.replace(dataset, certificate=certificate, verified=True))
+
+
+def _papers_problems(samples: Path, dataset: SyntheticDataset) -> list[str]:
+    """Return which papers of images do not follow from their certificate. Any of them may be missing.
+
+    Args:
+        samples: the file or folder.
+        dataset: what it holds; its certificate was verified.
+    """
+    expected, wrong = papers_of(dataset, samples), []
+    places = {name: samples / name for name in NAMES} if samples.is_dir() else beside(samples)
+    for name, place in places.items():
+        if not place.exists() and not place.is_symlink():
+            continue
+        same = place.is_file() and not place.is_symlink() and place.stat().st_size < _MOST_BYTES
+        if not same or place.read_bytes() != expected.get(name, "").encode():
+            wrong.append(
+                f"{place.name} is not what this version of datalens writes about these images: remove it, or draw them "
+                "again"
+            )
     return wrong
 
 

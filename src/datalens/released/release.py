@@ -164,7 +164,9 @@ def sample(
         generator.to(device), count=count, seed=seed, classes=len(names), balanced=balanced, among=among
     )
     drawn = {"seed": seed, "count": count, "balanced": balanced, "classes": among, "device": torch.device(device).type}
-    return SyntheticDataset(images=images, labels=drawn_labels, classes=names, certificate=certificate, drawn=drawn)
+    return SyntheticDataset(
+        images=images, labels=drawn_labels, classes=names, certificate=certificate, drawn=drawn, verified=True
+    )
 
 
 def numbers_of(labels: Sequence[int | str], names: tuple[str, ...]) -> list[int]:

@@ -26,6 +26,8 @@ from PIL import Image
 from datalens.errors import DatalensError
 from datalens.files import replacing
 from datalens.progress import bar
+from datalens.released import papers
+from datalens.released.certificate import file_hash
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,6 +38,15 @@ MAX_PIXELS = 2**31  # pixel values, counting channels: 2 GiB once decoded
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's modes for PNGs, by number of channels
 
+# Says in XMP that the image is synthetic, for whoever gets it alone.
+_XMP = (
+    '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    '<rdf:Description rdf:about="" xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/" '
+    f'Iptc4xmpExt:DigitalSourceType="{papers.SOURCE_TYPE}"/></rdf:RDF></x:xmpmeta>'
+)
+_SAID = b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + _XMP.encode()  # a PNG's chunk of text: its name, and its contents
+_CHUNK = len(_SAID[1]).to_bytes(4) + b"".join(_SAID) + zlib.crc32(b"".join(_SAID)).to_bytes(4)
+_HEADER_END = 33  # where the first chunk of a PNG ends
 _PNG = b"\x89PNG\r\n\x1a\n"
 _COLOURS = {0: 1, 2: 3, 4: 2, 6: 4}  # number of channels, by a PNG's colour type: grey, colour, and each with alpha
 
@@ -66,6 +77,9 @@ class SyntheticDataset:
     `drawn` states how to draw the same images from the generator again (see `redrawing`): seed, count, balanced,
     classes and device. It is None for images from elsewhere and for files of version 0.1.0.
 
+    `verified`: they were drawn from a release whose certificate was verified (`release.sample`). Only then do folders
+    and parquet files come with their papers (`papers`).
+
     Raises:
         DatalensError: arrays have the wrong type, shape or size, a label has no class, or a class name is unusable.
     """
@@ -75,6 +89,7 @@ class SyntheticDataset:
     classes: tuple[str, ...]
     certificate: dict[str, Any]
     drawn: dict[str, Any] | None = None
+    verified: bool = False
 
     def __post_init__(self) -> None:
         check_arrays(self.images.dtype, self.images.shape, self.labels.dtype, self.labels.shape)
@@ -115,11 +130,11 @@ class SyntheticDataset:
         save(self, ending(path, ".npz"), force=force)
 
     def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write PNG bytes and labels in the format of Hugging Face datasets, with the certificate in the metadata."""
+        """Write PNG bytes and labels in the format of Hugging Face datasets; the papers are beside the file."""
         save(self, ending(path, ".parquet"), force=force)
 
     def to_folder(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write a folder of PNG files for each class, metadata.csv and certificate.json (Hugging Face imagefolder)."""
+        """Write a folder of PNG files for each class, with metadata.csv, certificate and papers (`load_dataset`)."""
         save(self, f"{os.fspath(path).rstrip(os.sep)}{os.sep}", force=force)
 
 
@@ -157,7 +172,10 @@ def cells(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def more_than_pixels(png: bytes) -> bool:
-    """Return whether a PNG holds more than its pixels: text, a second picture, or bytes after the end of any part."""
+    """Return whether a PNG holds more than its pixels: text, a second picture, or bytes after the end of any part.
+
+    The text that says that it is synthetic, and nothing else, may be there.
+    """
     chunks, at = [], 8
     while at + 12 <= len(png):
         end = at + 8 + int.from_bytes(png[at : at + 4])
@@ -165,6 +183,8 @@ def more_than_pixels(png: bytes) -> bool:
             return True
         chunks.append((png[at + 4 : at + 8], png[at + 8 : end]))
         at = end + 4
+    if chunks[1:2] == [_SAID]:
+        del chunks[1]
     names = [name for name, _ in chunks]
     if png[:8] != _PNG or at != len(png) or names[:1] + names[-1:] != [b"IHDR", b"IEND"] or chunks[-1][1]:
         return True
@@ -257,8 +277,13 @@ def save(dataset: SyntheticDataset, path: str | os.PathLike[str], *, force: bool
             _write_folder(dataset, certificate, staging)
             _put_folder(staging, target)
         else:
+            for paper in beside(target).values():
+                paper.unlink(missing_ok=True)  # they are about the images that are replaced
             with replacing(target, shared=True) as stream:
                 (_write_npz if kind == ".npz" else _write_parquet)(dataset, certificate, stream)
+            for name, text in papers_of(dataset, target).items():
+                with replacing(beside(target)[name], shared=True) as stream:
+                    stream.write(text.encode())
     except OSError as error:
         raise DatalensError(f"cannot write {path}: {error.strerror or one_line(error)}") from error
     finally:
@@ -347,8 +372,35 @@ def _write_folder(dataset: SyntheticDataset, certificate: str, folder: Path) -> 
             (folder / file).write_bytes(_png(dataset.images[index]))
             table.writerow([file, label, dataset.classes[label]])
             tick()
+    for name, text in papers_of(dataset, folder).items():
+        (folder / name).write_text(text, encoding="utf-8")
     if hasattr(os, "sync"):
         os.sync()  # one call: an fsync for each of 10,000 small files takes minutes on a spinning disk
+
+
+def beside(path: Path) -> dict[str, Path]:
+    """Return where the papers of a file are: synth.parquet has synth.README.md beside it. None for another format."""
+    return {name: path.with_suffix(f".{name}") for name in papers.NAMES} if path.suffix.lower() == ".parquet" else {}
+
+
+def papers_of(dataset: SyntheticDataset, path: Path) -> dict[str, str]:
+    """Return the papers of a data set that was written to a folder or a parquet file, by name.
+
+    There are none for another format, for images whose certificate was not verified, and for images from elsewhere.
+    """
+    table = path / METADATA if path.is_dir() else path
+    if not dataset.verified or dataset.drawn is None or table.suffix.lower() == ".npz":
+        return {}
+    return papers.papers(
+        papers.Subject(
+            certificate=dataset.certificate,
+            classes=dataset.classes,
+            shape=dataset.images.shape,
+            drawn=dataset.drawn,
+            table=table.name,
+            sha256=file_hash(table),
+        )
+    )
 
 
 def _put_folder(staging: Path, target: Path) -> None:
@@ -366,6 +418,9 @@ def _put_folder(staging: Path, target: Path) -> None:
 
 
 def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
+    paper = next((paper for paper in beside(target).values() if paper.exists()), None)
+    if paper is not None and not force:
+        raise DatalensError(f"{paper} exists; pass --force to replace it")
     if not target.exists():
         return
     if not force:
@@ -380,7 +435,7 @@ def _check_may_write(target: Path, *, folder: bool, force: bool) -> None:
 
 def folder_names(classes: tuple[str, ...]) -> list[str]:
     """Return a plain folder name for each class. Names that had to change, or would clash, end in ~label."""
-    taken = {METADATA, CERTIFICATE, CLASSES, DRAWN}
+    taken = {METADATA, CERTIFICATE, CLASSES, DRAWN, *map(_fold, papers.NAMES)}
     names = []
     for label, name in enumerate(classes):
         safe = re.sub(r"[^\w .-]", "_", name).strip(" .")[:48]
@@ -405,7 +460,8 @@ def _png(image: NDArray[np.uint8]) -> bytes:
     h, w, c = image.shape
     stream = BytesIO()
     Image.frombytes(mode_of(c), (w, h), image.tobytes()).save(stream, format="PNG")
-    return stream.getvalue()
+    png = stream.getvalue()
+    return png[:_HEADER_END] + _CHUNK + png[_HEADER_END:]
 
 
 def json_text(fields: dict[str, Any], what: str) -> str:

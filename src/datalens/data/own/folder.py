@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes
+from datalens.data.dicom import DICOM, INDEX, are_dicom, is_dicom
+from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes, says_whose
 from datalens.data.pixels import SUFFIXES
 from datalens.errors import DatalensError, NoTestImages
 from datalens.progress import say_once
@@ -27,10 +28,11 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
     Raises:
         DatalensError: an option does not apply to folders, or the folder holds something that it should not.
     """
-    if reading.record_id not in (None, PREFIX, FOLDER):
+    if reading.record_id not in (None, PREFIX, FOLDER, DICOM, NONE):
         raise DatalensError(
-            f"--record-id {reading.record_id}: in a folder of images it is {PREFIX} (file names up to the first _) or "
-            f"{FOLDER} (the folder that holds the file); for a column, name a .csv or .parquet file with --data"
+            f"--record-id {reading.record_id}: in a folder of images it is {PREFIX} (file names up to the first _), "
+            f"{FOLDER} (the folder that holds the file) or {DICOM} (the patient id in DICOM files); for a column, "
+            "name a .csv or .parquet file with --data"
         )
     if reading.label not in (None, NONE):
         raise DatalensError(
@@ -47,7 +49,9 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
     if unknown and not reading.skip_unreadable:
         raise DatalensError(_is_no_image(unknown))
     if not files:
-        raise DatalensError(f"{root} holds no image: put {', '.join(SUFFIXES)} files there, in a folder for each class")
+        raise DatalensError(
+            f"{root} holds no image: put {', '.join(SUFFIXES)} or DICOM files there, in a folder for each class"
+        )
     loose = next((name for name in files if "/" not in name), None)
     labelled = reading.label is None and bool(top)
     if labelled and loose is not None:
@@ -57,6 +61,12 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         )
     names = [name.split("/")[0] for name in files] if labelled else [ALL] * len(files)
     declared = reading.named_classes() if labelled else None
+    dicom = are_dicom([os.path.join(root, name) for name in files])
+    if dicom and labelled and declared is None:
+        raise DatalensError(
+            f"{root} has folders of DICOM files, which are often patients or studies, and names of classes are "
+            f"published: declare the classes with --classes A,B, or use none, with --label {NONE}"
+        )
     classes: tuple[str, ...] = (ALL,)
     origin = ""
     if labelled:
@@ -74,6 +84,7 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         raise DatalensError(
             f"{root / misplaced} is none of the classes {', '.join(classes)[:200]}: move it, or add it to --classes"
         )
+    by_patient = says_whose(reading, dicom=dicom, where=root)
     return Found(
         path=path,
         classes=classes,
@@ -81,10 +92,12 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         encoded=Files(
             paths=[os.path.join(root, name) for name in files],
             labels=np.array([number[name] for name in names], dtype=np.int64),
-            ids=[_identity(name, reading.record_id) for name in files],
+            ids=None if by_patient else [_identity(name, reading.record_id) for name in files],
         ).encoded,
-        looked_at="the names of all files",
+        looked_at="the names of all files" + (", and the first bytes of each" if dicom else ""),
         count=len(files),
+        dicom=dicom,
+        record_id=DICOM if by_patient else None,
         no_images=(
             *(f"{name} is no {', '.join(SUFFIXES)} file: convert it, or take it out" for name in unknown),
             *strange,
@@ -115,7 +128,7 @@ def _classes_of(path: Path) -> list[str]:
 
 def _identity(name: str, rule: str | None) -> str:
     """Return the id of a record, or of the person whose it is, from the file's name."""
-    if rule is None:
+    if rule in (None, NONE):
         return name
     folder, _, last = name.rpartition("/")
     identity = last.partition("_")[0] if rule == PREFIX else folder.rpartition("/")[2]
@@ -172,8 +185,8 @@ def _is_no_image(paths: list[str]) -> str:
     also = "" if not others else ", nor is another" if others == 1 else f", nor are {others} others"
     it = "them" if others else "it"
     return (
-        f"{paths[0]} is no {', '.join(SUFFIXES)} file{also}: convert {it}, or take {it} out (--skip-unreadable leaves "
-        f"{it} out; `datalens inspect` lists all)"
+        f"{paths[0]} is no {', '.join(SUFFIXES)} or DICOM file{also}: convert {it}, or take {it} out "
+        f"(--skip-unreadable leaves {it} out; `datalens inspect` lists all)"
     )
 
 
@@ -191,7 +204,12 @@ def _files(folder: Path, below: str, unknown: list[str], strange: list[str]) -> 
             yield from _files(Path(entry.path), f"{name}/", unknown, strange)
         elif not entry.is_file():
             strange.append(f"{entry.path} is not a file: take it out")
+        elif entry.name == INDEX:
+            continue
         elif entry.name.lower().endswith(SUFFIXES):
             yield name
         elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":
-            unknown.append(entry.path)
+            if is_dicom(entry.path):
+                yield name
+            else:
+                unknown.append(entry.path)

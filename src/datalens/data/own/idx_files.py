@@ -27,7 +27,7 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> OnD
         DatalensError: a file is missing or damaged, labels and images do not fit, or an option does not apply to idx.
     """
     for option, value in (
-        ("record-id", reading.record_id),
+        ("record-id", reading.id_column),
         ("label", reading.label if reading.label != NONE else None),
     ):
         if value is not None:

@@ -48,9 +48,9 @@ def open_npz(path: Path, split: str, nominal_size: int, reading: Reading) -> OnD
     images, labels, ids = (
         f"{prefix}images",
         f"{prefix}{reading.label or 'labels'}",
-        f"{prefix}{reading.record_id or 'ids'}",
+        f"{prefix}{reading.id_column or 'ids'}",
     )
-    required = (images, labels, "classes", *(() if reading.record_id is None else (ids,)))
+    required = (images, labels, "classes", *(() if reading.id_column is None else (ids,)))
     with _damage_explained(path):
         headers = _headers(path, (*required, ids))
         missing = [name for name in required if name not in headers]

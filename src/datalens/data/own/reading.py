@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from datalens.data.dicom import DICOM, Patients
 from datalens.data.images import Encoded, ImageRecords, readable
 from datalens.data.pixels import kind_of, to_pixels
 from datalens.data.records import block_records
@@ -24,7 +25,9 @@ from datalens.errors import DatalensError, UnreadableImage
 SMALLEST, LARGEST, MOST_CLASSES = 8, 128, 1000
 JOINED = " + "  # between the values of several label columns, in the name of a class
 ALL = "all"  # the class of images without labels
-NONE = "none"  # --label none: use no labels, even if there are folders or columns for them
+# --label none: use no labels, even if there are folders or columns for them. --record-id none: protect single images,
+# even if the files say whose they are.
+NONE = "none"
 TEST = ("test", "val", "valid", "validation")  # folders beside train/: the first one that exists is the test split
 
 
@@ -56,8 +59,13 @@ class Reading:
         return next((name.replace("_", "-") for name, value in vars(self).items() if value), None)
 
     @property
+    def id_column(self) -> str | None:
+        """Where a table says whose each image is; None: single images are protected."""
+        return None if self.record_id == NONE else self.record_id
+
+    @property
     def unit(self) -> str:
-        return IMAGE if self.record_id is None else PERSON
+        return IMAGE if self.id_column is None else PERSON
 
     def size(self) -> tuple[int, int] | None:
         """Return height and width, if --image-size was given."""
@@ -126,6 +134,7 @@ class Found:
         classes_from: what the classes were read off; "" where they were declared.
         encoded: yields the images, still encoded, so many at a time.
         looked_at: what was read to make this, in words.
+        dicom: whether these are DICOM files.
         count: number of images; None where it is known only after reading them. Private.
         fixed_positions: whether they come from a list (`records.Records`).
         no_images: what lies beside the images and cannot be one, each with the reason; only with --skip-unreadable.
@@ -138,6 +147,8 @@ class Found:
     looked_at: str
     count: int | None = None
     fixed_positions: bool = False
+    dicom: bool = False
+    record_id: str | None = None  # whose each image is, where the files themselves say it
     no_images: tuple[str, ...] = ()
 
 
@@ -147,9 +158,10 @@ class Files:
 
     paths: list[str]
     labels: np.ndarray
-    ids: list[str]  # of records, or of persons
+    ids: list[str] | None  # of records, or of persons; None: each file says whose it is (DICOM)
 
     def encoded(self, size: int) -> Iterator[Encoded]:
+        patients = Patients()
         for start in range(0, len(self.paths), size):
             paths = self.paths[start : start + size]
 
@@ -163,10 +175,17 @@ class Files:
             yield Encoded(
                 index=np.arange(start, start + len(paths), dtype=np.int64),
                 labels=self.labels[start : start + size],
-                ids=list(self.ids[start : start + size]),
+                ids=list(map(patients, paths)) if self.ids is None else list(self.ids[start : start + size]),
                 names=paths,
                 read=read,
             )
+
+
+def says_whose(reading: Reading, *, dicom: bool, where: object) -> bool:
+    """Return whether the files themselves say whose each image is: DICOM files do, unless an option says otherwise."""
+    if reading.record_id == DICOM and not dicom:
+        raise DatalensError(f"--record-id {DICOM} is for DICOM files, and {where} has none: leave it out")
+    return dicom and reading.record_id in (None, DICOM)
 
 
 def numbered(values: list[str], reading: Reading, *, origin: str) -> tuple[np.ndarray, tuple[str, ...], str]:
@@ -197,12 +216,16 @@ def _by_number(name: str) -> tuple[int, int, str]:
 
 def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRecords:
     """Return the images as records, with their schema."""
+    if found.dicom and reading.skip_unreadable:
+        raise DatalensError(
+            "--skip-unreadable is for images: take the DICOM files out that `datalens inspect` names, and leave it out"
+        )
     schema, first_image_read = _schema(found, reading, nominal_size)
     resize = reading.image_size is not None
     looked_at = found.looked_at + (", and the size and colour mode of the first image" if first_image_read else "")
 
     def decoder(data: bytes, name: str) -> np.ndarray:
-        return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
+        return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale, dicom=found.dicom)
 
     skipped = set(found.no_images)
 
@@ -216,6 +239,7 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRec
         decoder=decoder,
         looked_at=looked_at,
         fixed_positions=found.fixed_positions,
+        record_id=found.record_id,
         skipped=skipped,
     )
 
@@ -226,7 +250,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, 
     read_off = [f"the classes ({found.classes_from})"] if found.classes_from else []
     first_image_read = False
     if size is None or channels is None:
-        first_image_read, kind = True, kind_of(*_first(found, reading))
+        first_image_read, kind = True, kind_of(*_first(found, reading), dicom=found.dicom)
         if size is None:
             size = (kind.height, kind.width)
             read_off.append("the size of an image")
@@ -242,7 +266,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, 
         channels=channels,
         classes=reading.shown(found.classes),
         nominal_size=nominal_size,
-        record_unit=reading.unit,
+        record_unit=PERSON if found.record_id is not None else reading.unit,
         note=note,
         left_out=LEFT_OUT if reading.skip_unreadable else "",
     )

@@ -10,7 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datalens.data.own.reading import ALL, JOINED, NONE, TEST, Files, Found, Reading, check_classes, numbered
+from datalens.data.dicom import DICOM, are_dicom
+from datalens.data.own.reading import (
+    ALL,
+    JOINED,
+    NONE,
+    TEST,
+    Files,
+    Found,
+    Reading,
+    check_classes,
+    numbered,
+    says_whose,
+)
 from datalens.data.parquet import encoded_rows, is_one_table
 from datalens.data.regular import check_regular
 from datalens.errors import DatalensError, NoTestImages
@@ -28,7 +40,8 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
     file_column = next((name for name in PATHS if name in columns), None)
     if file_column is None:
         raise DatalensError(f"{path} has no column {' or '.join(PATHS)}; its columns are {', '.join(columns)}")
-    label, record_id = _label(columns, reading), reading.record_id
+    label = _label(columns, reading)
+    record_id = None if reading.record_id == DICOM else reading.id_column
     for name in (file_column, *label, *(() if record_id is None else (record_id,))):
         if name not in columns:
             option = "--record-id" if name == record_id else "--label"
@@ -43,16 +56,21 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
         labels, classes, origin = numbered(values, reading, origin=_origin(label))
     member = _members(path, rows, split, has_splits=SPLIT in columns and SPLIT not in label)
     files = [rows[i][file_column].strip() for i in member]
+    paths = [os.path.join(path.parent, name) for name in files]
+    dicom = are_dicom(paths)
+    by_patient = says_whose(reading, dicom=dicom, where=path)
     ids = files if record_id is None else [rows[i][record_id] for i in member]
-    listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
+    listed = Files(paths=paths, labels=labels[member], ids=None if by_patient else ids)
     return Found(
         path=path,
         classes=classes,
         classes_from=origin,
         encoded=listed.encoded,
-        looked_at=f"all lines of {path.name}",
+        looked_at=f"all lines of {path.name}" + (", and the first bytes of each file" if dicom else ""),
         count=len(files),
         fixed_positions=True,
+        dicom=dicom,
+        record_id=DICOM if by_patient else None,
     )
 
 
@@ -125,7 +143,7 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
         check_regular(file)
     schema = _parquet_schema(files[0])
     label = tuple(name.lower() for name in _label([name.lower() for name in schema.names], reading))
-    record_id = None if reading.record_id is None else reading.record_id.lower()
+    record_id = None if reading.id_column is None else reading.id_column.lower()
     columns = tuple(dict.fromkeys((*label, *(() if record_id is None else (record_id,)))))
     classes: tuple[str, ...] = (ALL,)
     origin, given = "", None

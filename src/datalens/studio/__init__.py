@@ -1,0 +1,1 @@
+"""The studio: a page in the browser of this machine, for people who do not live in a shell."""
