@@ -150,7 +150,7 @@ class MomentSettings(Settings):
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
         settings: MomentSettings = checked(cls, fields, zero=cls.ZERO)
-        if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # room for 33 million records
+        if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # 2^24 rows add up in float64
             raise DatalensError("the settings grid, counted and bins do not fit together")
         if (settings.texture == 0) != (settings.texture_steps == 0):
             raise DatalensError("the settings texture and texture_steps do not fit together")
@@ -579,7 +579,9 @@ def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRo
     """Return every record's rows, as whole numbers."""
     shape = records.schema.shape
     basis = make_basis("opponent", shape, settings.coordinates)
-    return RecordRows.gather(records, basis=basis, texture=Texture(shape))
+    # On the disk of the run, not that of temporary files, which may itself be memory.
+    folder = next(parent for parent in place.folder.absolute().parents if parent.is_dir())
+    return RecordRows.gather(records, basis=basis, texture=Texture(shape), folder=folder)
 
 
 def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]) -> Released:
