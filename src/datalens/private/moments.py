@@ -69,16 +69,25 @@ class RecordRows:
         coordinates: int,
         fingerprint: int,
         persons: Tensor | None = None,
-        part: int = 0,
+        hashes: np.ndarray | None = None,
     ) -> None:
-        """Index the records. `persons` are their persons' numbers, [n], if persons are the privacy unit."""
+        """Index the records.
+
+        Args:
+            rows: Of all records.
+            labels: Their labels, [n].
+            coordinates: How many numbers of a row are coordinates.
+            fingerprint: Of all records.
+            persons: The numbers of their persons, [n], if persons are the privacy unit.
+            hashes: A hash for each person, where several parts are compared.
+        """
         self._rows = rows.close()
         self._labels = labels.close() if isinstance(labels, Rows) else Rows.of(labels).close()
         self._order = None if persons is None else persons.argsort(stable=True)
         self._persons = None if persons is None else persons[self._order]
         self._coordinates = coordinates
         self.fingerprint = fingerprint
-        self.part = part
+        self.hashes = hashes
 
     @classmethod
     def gather(
@@ -89,7 +98,6 @@ class RecordRows:
         texture: Texture,
         folder: Path | None = None,
         memory: int = MEMORY,
-        part: int = 0,
     ) -> "RecordRows":
         """Read the stream once and keep the rows of all records.
 
@@ -99,13 +107,12 @@ class RecordRows:
             texture: Computes the texture features.
             folder: Where the file of rows lies, if they need one; None: that of temporary files.
             memory: Bytes of rows that are kept in memory.
-            part: The number of this part of the records, where others are elsewhere.
         """
         schema = records.schema
         place: dict[str, Any] = {"capacity": schema.nominal_size, "limit": memory, "folder": folder}
         cpu, width = torch.device("cpu"), basis.size + texture.size
         rows = Rows(torch.Size([width]), stored_type(schema), cpu, **place)
-        labels = Rows(torch.Size([]), torch.int32, cpu, **place)
+        labels = Rows(torch.Size([]), torch.int32, cpu, **place | {"limit": max(memory, MEMORY // 16)})
         keys = bytearray()  # of persons, in the order in which the stream asks for them
         persons: list[np.ndarray] = []
         fingerprint = asked = 0
@@ -134,13 +141,14 @@ class RecordRows:
                 labels.append(torch.from_numpy(block.labels).to(torch.int32))
                 persons.append(whose)
                 fingerprint = (fingerprint + part_of_fingerprint) % FINGERPRINT_MODULUS
+        numbers, hashes = _numbered(persons) if schema.by_person else (None, None)
         return cls(
             rows,
             labels,
             coordinates=basis.size,
             fingerprint=fingerprint,
-            persons=_numbered(persons) if schema.by_person else None,
-            part=part,
+            persons=numbers,
+            hashes=hashes,
         )
 
     @property
@@ -310,11 +318,11 @@ def _persons_of(block: Block, keys: bytearray) -> np.ndarray:
     return asked[block.share - first]
 
 
-def _numbered(persons: list[np.ndarray]) -> Tensor:
-    """Return a number for each person, [n], from the hashes of blocks of records."""
+def _numbered(persons: list[np.ndarray]) -> tuple[Tensor, np.ndarray]:
+    """Return a number for each record's person, [n], and the persons' hashes, from the hashes of blocks of records."""
     hashes = np.concatenate([np.zeros((0, KEY), np.uint8), *persons])
-    _, numbers = np.unique(np.ascontiguousarray(hashes).view(f"V{KEY}").reshape(-1), return_inverse=True)
-    return torch.from_numpy(numbers.astype(np.int64))
+    every, numbers = np.unique(np.ascontiguousarray(hashes).view(f"V{KEY}").reshape(-1), return_inverse=True)
+    return torch.from_numpy(numbers.astype(np.int64)), every
 
 
 def fingerprint_of(block: Block, persons: np.ndarray) -> int:

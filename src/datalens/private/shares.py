@@ -249,14 +249,12 @@ class Rows:
         """Finish writing, so that rows can be read, and return the table."""
         if self._file is not None:
             self._file.flush()
-            # A shared mapping: its pages belong to the file, so the system may drop them from memory at any time.
-            self._mapped = mmap.mmap(self._file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
-            flat = torch.frombuffer(self._mapped, dtype=self._table.dtype)
-            self._table = flat.view(self._written, *self._shape)
         return self
 
     def take(self, index: Tensor) -> Tensor:
         """Return the rows with these numbers, on the device: [...] → [..., row]."""
+        if self._file is not None and self._mapped is None:
+            self._map(self._file)
         flat = index.reshape(-1).to(self._home)
         rows = self._table.index_select(0, flat)  # several times faster than self._table[index] on a CPU
         return rows.view(*index.shape, *self._shape).to(self.device)
@@ -280,6 +278,12 @@ class Rows:
         """Give back the memory of the file's pages that `take` has read; the file keeps them."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _map(self, file: IO[bytes]) -> None:
+        # A shared mapping: its pages belong to the file, so the system may drop them from memory at any time.
+        self._mapped = mmap.mmap(file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
+        flat = torch.frombuffer(self._mapped, dtype=self._table.dtype)
+        self._table = flat.view(self._written, *self._shape)
 
     def _grow(self, rows: int) -> None:
         table = torch.zeros((rows, *self._shape), dtype=self._table.dtype, device=self._home)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes, numbered
 from datalens.data.parquet import encoded_rows, is_one_table
 from datalens.data.regular import check_regular
+from datalens.data.remote import Remote, source
 from datalens.errors import DatalensError
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
@@ -91,14 +92,26 @@ def _label(columns: Sequence[str], reading: Reading) -> str | None:
     return reading.label or LABEL
 
 
-def parquet_list(path: Path, split: str, reading: Reading) -> Found:
+def parquet_list(
+    path: Path,
+    split: str,
+    reading: Reading,
+    *,
+    files: Sequence[Path | Remote] | None = None,
+    declared: tuple[str, ...] | None = None,
+) -> Found:
     """List the images of a parquet file, or of a folder of train*.parquet and test*.parquet.
 
     Where no file of a folder begins with train, all its files are for training.
+
+    Args:
+        files: the files of the split, where they are known; `path` is then a name for them.
+        declared: the classes, where they are known from all parts of the data.
     """
-    files = _parquet_files(path, split)
+    files = parquet_files(path, split) if files is None else files
     for file in files:
-        check_regular(file)
+        if isinstance(file, Path):
+            check_regular(file)
     schema = _parquet_schema(files[0])
     label = _label([name.lower() for name in schema.names], reading)
     label = None if label is None else label.lower()
@@ -124,11 +137,18 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
         if given is not None:
             classes, origin = given, f"the names that column {label} comes with"
             looked_at += f", the names of the classes that column {label} comes with"
+            for file in files[1:]:  # its numbers would mean other classes
+                if _class_names(_parquet_schema(file), label) != given:
+                    raise DatalensError(f"{file}: column {label} comes with other classes than in {files[0]}")
+        elif declared is not None:
+            classes = declared
         else:
-            train = files if split == "train" else _parquet_files(path, "train")
+            train = files if split == "train" else parquet_files(path, "train")
             _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
             looked_at += f", all of column {label}"
         check_classes(classes, f"column {label}")
+    if declared is not None and classes != declared:
+        raise DatalensError(f"{files[0]}: column {label} comes with other classes than in the other parts")
     return Found(
         path=path,
         classes=classes,
@@ -139,13 +159,13 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     )
 
 
-def _parquet_files(path: Path, split: str) -> list[Path]:
-    """Return the files of a split."""
-    if path.is_file() or path.suffix == ".parquet":
+def parquet_files(path: Path, split: str, every: Sequence[Path | Remote] | None = None) -> list[Path | Remote]:
+    """Return the files of a split. `every`: those that a pattern matched; by default, those of a folder."""
+    if every is None and (path.is_file() or path.suffix == ".parquet"):
         if split == "train":
             return [path]
         raise DatalensError(f"{path} has no test images: put train.parquet and test.parquet into a folder, and name it")
-    every = sorted(path.glob("*.parquet"))
+    every = sorted(path.glob("*.parquet")) if every is None else list(every)
     split_up = any(file.name.startswith("train") for file in every)
     if split == "train" and not split_up:
         return every
@@ -157,9 +177,9 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
     return found
 
 
-def _parquet_schema(file: Path) -> pa.Schema:
+def _parquet_schema(file: Path | Remote) -> pa.Schema:
     try:
-        return pq.read_schema(file)
+        return pq.read_schema(source(file))
     except FileNotFoundError:
         raise DatalensError(f"{file} does not exist") from None
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -176,7 +196,7 @@ def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
         return None
 
 
-def _distinct(files: Sequence[Path], label: str) -> list[str]:
+def _distinct(files: Sequence[Path | Remote], label: str) -> list[str]:
     """Return the distinct values of the column of labels, as text."""
     values: set[str] = set()
     for file in files:
@@ -186,7 +206,7 @@ def _distinct(files: Sequence[Path], label: str) -> list[str]:
                 f"{file} has no column {label}; its columns are {', '.join(real.values())}: change --label"
             )
         try:
-            with pq.ParquetFile(file) as opened:
+            with pq.ParquetFile(source(file)) as opened:
                 for batch in opened.iter_batches(columns=[real[label]]):
                     values |= {str(value) for value in batch.column(0).unique().to_pylist() if value is not None}
         except (pa.ArrowException, OSError, ValueError) as error:
