@@ -9,6 +9,7 @@ so none can be counted twice (`bounded.parts`).
 import contextlib
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,28 +43,44 @@ INSTALL = "pip install 'datalens[cluster]'"
 
 
 class HeldPart:
-    """One part's rows, in a file of the worker that read them. Elsewhere the part is read again: rows never travel."""
+    """One part of the records. Its rows are in a file of the worker that needs them first.
+
+    Rows never travel: where Dask moves or saves this object, the copy has none, and reads the part again when it is
+    asked.
+    """
 
     def __init__(self, part: Part, coordinates: int) -> None:
+        self.part, self._size = part, coordinates
+        self._rows: RecordRows | None = None
+        self._reading = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeldPart, (self.part, self._size)
+
+    def rows(self) -> RecordRows:
+        """Return the part's rows. To be called in a task."""
+        with self._reading:
+            if self._rows is None:
+                self._rows = self._read()
+            return self._rows
+
+    def _read(self) -> RecordRows:
         import distributed
 
         torch.set_num_threads(1)  # Dask decides how many tasks run side by side
         folder = Path(distributed.get_worker().local_directory)
-        shape = part.schema.shape
-        self.part, self._size = part, coordinates
-        self.rows = RecordRows.gather(
-            formats.open_part(part),
-            basis=make_basis("opponent", shape, coordinates),
+        shape = self.part.schema.shape
+        return RecordRows.gather(
+            formats.open_part(self.part),
+            basis=make_basis("opponent", shape, self._size),
             texture=Texture(shape),
             folder=folder if folder.is_dir() else None,
             memory=0,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HeldPart, (self.part, self._size)
-
     def facts(self) -> "Facts":
-        return Facts(count=self.rows.count, fingerprint=self.rows.fingerprint, hashes=self.rows.hashes)
+        rows = self.rows()
+        return Facts(count=rows.count, fingerprint=rows.fingerprint, hashes=rows.hashes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +109,10 @@ class Ask:
 
 def _sum(held: HeldPart, ask: Ask, facts: Facts) -> PartSum:
     torch.set_num_threads(1)
-    found = held.facts()
-    if (found.count, found.fingerprint) != (facts.count, facts.fingerprint):
+    rows = held.rows()
+    if (rows.count, rows.fingerprint) != (facts.count, facts.fingerprint):
         raise DatalensError(f"{held.part.name} has changed since it was read: put back what was there, then --resume")
-    return PartSum(total=ask.of(held.rows), parts=(held.part.number,), records=found.count)
+    return PartSum(total=ask.of(rows), parts=(held.part.number,), records=rows.count)
 
 
 def _versions() -> dict[str, str]:
@@ -176,8 +193,17 @@ class ClusterRows:
         key = f"{kind}-{self._releases}-{self._token}"
         # The arguments are a task of their own: they are sent to each worker once.
         sent = self._client.submit(_itself, ask, key=f"datalens-ask-{key}")
+        who_has = self._client.who_has(self._held)
         level = [
-            self._client.submit(_sum, held, sent, facts, key=f"datalens-sum-{part.number}-{key}")
+            self._client.submit(
+                _sum,
+                held,
+                sent,
+                facts,
+                key=f"datalens-sum-{part.number}-{key}",
+                workers=list(who_has.get(held.key, ())) or None,  # which has the rows; another would read them again
+                allow_other_workers=bool(who_has.get(held.key)),
+            )
             for held, facts, part in zip(self._held, self._facts, self._parts, strict=True)
         ]
         everything, height = list(level), 0
