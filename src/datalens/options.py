@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tyro.conf import arg
 
+from datalens.data.remote import is_address
 from datalens.errors import DatalensError
 
 NoiseName = Literal["discrete-gaussian", "gaussian"]
@@ -169,7 +170,6 @@ class TrainOptions(RareOptions, PriceOptions, RunOptions, MethodOptions, BudgetO
     def remembered(self) -> dict[str, Any]:
         """Return the options that config.json keeps: all that decide a result, in one dict, with absolute paths."""
         from datalens.data import formats
-        from datalens.data.remote import is_address
 
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "own"} | dict(self.own)
         fields = {name: value for name, value in fields.items() if name not in FORGOTTEN}

@@ -31,6 +31,7 @@ from datalens.private.shares import FINGERPRINT_MODULUS, Rows
 from datalens.progress import bar
 from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
+from datalens.released.certificate import versions
 
 TOGETHER = 16  # sums that one task joins
 SECONDS_TO_CONNECT = 10
@@ -118,8 +119,6 @@ def _sum(held: HeldPart, ask: Ask, facts: Facts) -> PartSum:
 def _versions() -> dict[str, str]:
     import dask
     import distributed
-
-    from datalens.released.certificate import versions
 
     ours = {name: versions()[name] for name in ("datalens", "torch")}
     dasks = {"dask": dask.__version__, "distributed": distributed.__version__}
