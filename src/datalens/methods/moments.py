@@ -338,7 +338,7 @@ class MomentSettings(Settings):
 
     @property
     def one_process(self) -> str:
-        return "private moments are summed by one process, in seconds: leave torchrun out, or add --warm-start off"
+        return "private moments run in one process, or by --engine dask: leave torchrun out, or add --warm-start off"
 
     @property
     def signal(self) -> str:

@@ -226,7 +226,7 @@ class ClusterRows:
         last_seen = time.monotonic()
         with bar(saying, len(futures)) as (progress, task):
             while True:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, distributed.CancelledError):
                     distributed.wait(futures, timeout=1)
                 done = sum(future.status == "finished" for future in futures)
                 progress.update(task, completed=done)
@@ -236,7 +236,7 @@ class ClusterRows:
                 for future in watched or futures:
                     if future.status == "error":
                         raise explained(future.exception()) from None
-                    if future.status in ("cancelled", "lost"):
+                    if future.status == "cancelled":  # "lost" is what a dead worker had: it is computed again
                         raise DatalensError(
                             "the connection to the scheduler was lost; charges are kept: start it again, then --resume"
                         )
@@ -282,7 +282,12 @@ def connected(options: Mapping[str, Any]) -> Iterator[Any]:
         if workers is not None:
             # TLS with a key of its own: whoever could reach a worker could run code there.
             local = distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, security=True, dashboard_address=None, silence_logs=False
+                n_workers=workers,
+                threads_per_worker=1,
+                security=True,
+                dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": False},
+                silence_logs=logging.CRITICAL,
             )
             client = stack.enter_context(distributed.Client(stack.enter_context(local)))
         else:
@@ -316,7 +321,14 @@ def check_workers(client: Any, address: str | None) -> None:
     if missing is not None:
         raise DatalensError(f"the workers lack datalens ({missing}): {INSTALL} in their environment, too")
     ours = _versions()
-    for worker, theirs in client.run(_versions).items():
+    try:
+        everyone = client.run(_versions)
+    except Exception as error:  # whatever another version of the package raises when it is asked
+        raise DatalensError(
+            f"the workers have another version of datalens ({' '.join(str(error).split())[:100]}): install the same "
+            "version everywhere"
+        ) from None
+    for worker, theirs in everyone.items():
         different = next((name for name in ours if theirs.get(name) != ours[name]), None)
         if different is not None:
             raise DatalensError(
