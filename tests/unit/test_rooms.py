@@ -172,7 +172,7 @@ def test_methods_never_import_each_other() -> None:
 LATE = {
     "cli/": (64, "a command loads what it needs, and --help nothing"),
     "api/": (9, "`from datalens import DataLens` loads no torch"),
-    "data/formats.py": (3, "pyarrow"),
+    "data/formats.py": (1, "pyarrow"),
     "bounded/": (6, "the kernels, which need triton"),
     "private/": (1, "the kernels, which need triton"),
     "options.py": (1, "it is read for --help"),

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 
 from datalens.data.named import sources
 from datalens.data.own import idx_files, npz
@@ -148,13 +149,11 @@ def cut(data: str, schema: Schema, *, pieces: int, folder: Path | str | None, re
         schema: of all records.
     """
     if is_own(data):
-        from datalens.data.own import tables
-
         files = None
         if is_pattern(data):
-            files = tables.parquet_files(Path(data), "train", _parquet_matching(data))
+            files = _tables().parquet_files(Path(data), "train", _parquet_matching(data))
         elif Path(data).suffix == ".parquet" or (Path(data).is_dir() and any(Path(data).glob("*.parquet"))):
-            files = tables.parquet_files(Path(data), "train")
+            files = _tables().parquet_files(Path(data), "train")
         if files is not None:
             return [
                 Part(number=number, name=str(file), file=file, data=data, reading=reading, schema=schema)
@@ -182,9 +181,9 @@ def open_part(part: Part) -> Records:
     """
     schema = part.schema
     if part.file is not None:
-        from datalens.data.own import tables
-
-        found = tables.parquet_list(Path(part.data), "train", part.reading, files=[part.file], declared=schema.classes)
+        found = _tables().parquet_list(
+            Path(part.data), "train", part.reading, files=[part.file], declared=schema.classes
+        )
         return records_of(found, part.reading, nominal_size=schema.nominal_size, public=schema)
     own = is_own(part.data)
     nominal = schema.nominal_size if own or part.folder is not None else None
@@ -206,21 +205,26 @@ def own_images(path: Path, reading: Reading, split: str = "train") -> Found | On
 
 def find(data: str, split: str, reading: Reading) -> Found:
     """List own images in files, without decoding them. `data`: a path, an address, or a pattern of either."""
-    from datalens.data.own import tables
-
     path = Path(data)
     if is_pattern(data):
-        files = tables.parquet_files(path, split, _parquet_matching(data))
-        return tables.parquet_list(path, split, reading, files=files)
+        files = _tables().parquet_files(path, split, _parquet_matching(data))
+        return _tables().parquet_list(path, split, reading, files=files)
     if path.suffix == ".csv":
-        return tables.csv_list(path, split, reading)
+        return _tables().csv_list(path, split, reading)
     if (path.is_dir() and any(path.glob("*.parquet"))) or path.suffix == ".parquet":
-        return tables.parquet_list(path, split, reading)
+        return _tables().parquet_list(path, split, reading)
     if path.is_file():
         raise DatalensError(f"{path} is neither a folder of images nor a .npz, .csv, .parquet or idx file")
     if (path / METADATA).is_file() and (reading.label not in (None, NONE) or reading.record_id not in RULES):
-        return dataclasses.replace(tables.csv_list(path / METADATA, split, reading), path=path)
+        return dataclasses.replace(_tables().csv_list(path / METADATA, split, reading), path=path)
     return image_folder(path, split, reading)
+
+
+def _tables() -> ModuleType:
+    """Return the module that needs pyarrow, which takes long to load."""
+    from datalens.data.own import tables
+
+    return tables
 
 
 def _parquet_matching(data: str) -> list[Path | Remote]:
