@@ -7,13 +7,20 @@ from collections.abc import Callable
 import torch
 
 
-def seconds(work: Callable[[], object], device: torch.device, *, repeats: int = 5, warm: int = 2) -> float:
-    """Return the median seconds of some runs, after warm-up."""
-    times = []
+def seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    warm: int = 2,
+    clock: Callable[[torch.device], float] | None = None,
+) -> float:
+    """Return the median seconds of some runs by a clock (the wall's, unless another is given), after warm-up."""
+    clock, times = clock or now, []
     for i in range(warm + repeats):
-        begin = now(device)
+        begin = clock(device)
         work()
-        times.append(now(device) - begin)
+        times.append(clock(device) - begin)
         if i < warm:
             times.clear()
     return sorted(times)[len(times) // 2]
@@ -24,6 +31,11 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def used(device: torch.device) -> float:
+    """Return the CPU time of this process in seconds, all threads together: other work on the machine adds little."""
+    return time.process_time()
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

@@ -24,20 +24,18 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks import held_out
 from benchmarks.machine import describe
-from datalens.data import formats
 from datalens.driver import train
 from datalens.methods import topagg
 from datalens.options import TrainOptions
 from datalens.plans.base import Place
-from datalens.plans.registry import make_plan
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
+from datalens.private.shares import Shares
 from datalens.public import streams
 from datalens.released.generator import Generator, dcgan_architecture, initialise
 from datalens.released.moments import MomentModel
 from datalens.released.release import load_generator
 from datalens.run.folder import Run
-from datalens.run.ranks import World
 
 
 def learn(model: MomentModel, latent: int, classes: int, steps: int, device: torch.device) -> Generator:
@@ -66,34 +64,19 @@ def learn(model: MomentModel, latent: int, classes: int, steps: int, device: tor
 
 def refine(options: TrainOptions, start: Generator, device: torch.device, rate: float) -> Generator:
     """Run Algorithm 1 from this generator, with a budget of its own."""
-    assert options.data is not None
-    records = formats.open_records(options.data, nominal_size=options.nominal_size)
-    budget, settings = make_plan(options, records.schema)
-    assert isinstance(settings, topagg.TopAggSettings)
-    settings = dataclasses.replace(settings, student_rate=rate, latent=start.architecture.latent)
-    with World.start(device.type) as world:
-        shares = topagg.gather(records, settings, Place(device=world.device, folder=options.out, world=world))
-        crowd = topagg.make_crowd(shares, settings, records.schema, world=world, folder=options.out / "checkpoints")
-        run = Run.create(
-            options.out,
-            options=options.remembered(),
-            settings=settings,
-            budget=budget,
-            schema=records.schema,
-            data_sha256="0" * 64,
-        )
-        draws = settings.steps * settings.batch * settings.basis_size
-        with open_noise(settings.noise, settings.sigma, draws=draws, seed=None) as noise:
-            student = topagg.learn(
-                run,
-                crowd,
-                settings,
-                mechanism=make_mechanism(settings.sigma, noise),
-                device=device,
-                start=start.state_dict(),
-            )
-        run.close()
-    return student.generator.eval()
+    learned: list[Generator] = []
+
+    def learn(run: Run, shares: Shares, settings: topagg.TopAggSettings, place: Place) -> Generator:
+        s = dataclasses.replace(settings, student_rate=rate, latent=start.architecture.latent)
+        crowd = topagg.make_crowd(shares, s, run.schema, place)
+        with open_noise(s.noise, s.sigma, draws=s.steps * s.batch * s.cells) as noise:
+            gate = make_mechanism(s.sigma, noise)
+            student = topagg.learn(run, crowd, s, mechanism=gate, device=device, start=start.state_dict())
+        learned.append(student.generator)
+        return student.generator
+
+    train(options, method=dataclasses.replace(topagg.TOPAGG, train=learn, follow=None))
+    return learned[0].eval()
 
 
 def measure(arguments: argparse.Namespace, device: torch.device, folder: Path) -> None:

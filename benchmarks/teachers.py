@@ -1,6 +1,10 @@
 """Seconds per iteration (two teacher steps, then the compressed and summed vote of all teachers), by network.
 
-python -m benchmarks.teachers [--teachers 500 1000 … 16000] [--networks spectral compact paper] [--loop 20]
+python -m benchmarks.teachers [--teachers 500 1000 … 16000] [--networks spectral compact paper] [--loop 20] [--earlier]
+
+Compact and paper-size teachers have their linear part, as in `datalens-paper`; `printed` is the paper's without it.
+With --earlier, on a CPU, the iteration is also timed with the layers of version 0.1, which copied patches to memory and
+took chunks of a gigabyte: the CPU seconds of all threads together are compared, in the same run.
 
 Prints JSON lines: first the machine's measured peak performance, then a line per network and number of teachers. Each
 is compared with `--loop` of the same teachers trained one by one as plain PyTorch modules in the same run, and with a
@@ -8,17 +12,24 @@ lower bound: the time of the bytes that must move and the products that must be 
 """
 
 import argparse
+import contextlib
 import json
+import math
 import resource
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from benchmarks.machine import ceilings, describe, seconds
+from benchmarks.machine import ceilings, describe, seconds, used
 from benchmarks.one_by_one import OneTeacher
 from datalens.bounded.contributions import Gradients, sum_bounded
 from datalens.bounded.topk_sign import TopKSign
-from datalens.private.networks import Convolutional, Network, Spectral, compact_network, paper_network
+from datalens.methods.ensemble import HIDDEN
+from datalens.methods.topagg import LINEAR
+from datalens.private import layers
+from datalens.private.networks import Convolutional, Network, Spectral, network_named
 from datalens.private.partition import Partition
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
@@ -30,10 +41,8 @@ LEARNING = {"batch": BATCH, "seed": 0}
 
 
 def make_network(name: str) -> Network:
-    if name == "spectral":
-        return Spectral(basis=make_basis("dct", SHAPE, 64), classes=CLASSES, hidden=16)
-    pixels = make_basis("pixel", SHAPE, None)
-    return compact_network(pixels, CLASSES) if name == "compact" else paper_network(pixels, CLASSES)
+    basis = make_basis("dct", SHAPE, 64) if name == "spectral" else make_basis("pixel", SHAPE, None)
+    return network_named(name, basis, CLASSES, hidden=HIDDEN[name], linear=LINEAR / math.sqrt(math.prod(SHAPE)))  # type: ignore[arg-type]
 
 
 def make_shares(network: Network, teachers: int, device: torch.device) -> Shares:
@@ -75,6 +84,7 @@ def floor(network: Network, teachers: int, limits: dict[str, float]) -> tuple[fl
             activations += outputs * height * width * (1 if layer == 0 else 2)
             inputs = outputs
         forward += 2 * inputs * height * width * network.hidden
+        forward += 2 * network.basis.size * network.classes if network.linear else 0
         activations += 2 * network.hidden
     fit = {"bytes": weights * 4 * (6 + 2) + 2 * BATCH * activations * 16, "flops": 2 * BATCH * (3 * forward - first)}
     vote = {"bytes": weights * 4 * 2 + BATCH * activations * 16, "flops": BATCH * 2 * forward}
@@ -82,6 +92,71 @@ def floor(network: Network, teachers: int, limits: dict[str, float]) -> tuple[fl
     computed = teachers * (STEPS * fit["flops"] + vote["flops"])
     fastest = limits.get("tf32_flops", limits["float32_flops"])
     return moved, computed, max(moved / limits["copy_bytes"], computed / fastest)
+
+
+def by_patches(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    maps: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    leaky: bool,
+) -> torch.Tensor:
+    """Do what `layers.convolve` does, as version 0.1 did on a CPU: patches are copied, and multiplied."""
+    n, b, height, width, _ = x.shape
+    patches = F.pad(x, (0, 0, 2, 2, 2, 2)).unfold(2, 5, 2).unfold(3, 5, 2)  # [n, b, h', w', c, 5, 5], a view
+    flat = patches.permute(0, 1, 2, 3, 5, 6, 4).reshape(n, b * patches.shape[2] * patches.shape[3], -1)
+    out = torch.baddbmm(bias.unsqueeze(1), flat, weight).view(n, b, (height + 1) // 2, (width + 1) // 2, -1)
+    if maps is not None:
+        out = out + layers.lookup(maps.flatten(2), labels).view(out.shape)
+    return F.leaky_relu(out, layers.SLOPE) if leaky else out
+
+
+@contextlib.contextmanager
+def earlier_layers() -> Iterator[None]:
+    kept = layers.convolve
+    layers.convolve = by_patches
+    try:
+        yield
+    finally:
+        layers.convolve = kept
+
+
+def earlier_chunk(network: Network, teachers: int) -> int:
+    """Return how many teachers version 0.1 took at a time: what fitted into a gigabyte, patches included."""
+    work = network.bytes_per_teacher(BATCH)[1]
+    if isinstance(network, Convolutional):
+        inputs, height, width = network.shape
+        for outputs in network.channels:
+            height, width = (height + 1) // 2, (width + 1) // 2
+            work += 4 * 2 * BATCH * height * width * 2 * 25 * inputs
+            inputs = outputs
+    return min(teachers, 2**30 // work)
+
+
+def cpu_seconds(ensemble: Teachers, fakes: Fakes, compress: TopKSign, device: torch.device) -> float:
+    """Return the CPU seconds of an iteration."""
+
+    def iteration() -> None:
+        ensemble.fit_step(fakes, step=0, repeats=STEPS)
+        sum_bounded(ensemble.rows(fakes, compress, step=0))
+
+    return seconds(iteration, device, repeats=3, warm=1, clock=used)
+
+
+def compare_with_earlier(name: str, teachers: int, device: torch.device) -> dict[str, object]:
+    """Return the CPU seconds of an iteration with today's layers and version 0.1's, and their ratio."""
+    network, fakes = make_network(name), make_fakes(device)
+    shares = make_shares(network, teachers, device)
+    compress = TopKSign(k=32 if name == "spectral" else 200, clip=1e-5, quantise=True, seed=0)
+    how = {"learning_rate": 1e-3, "weight_decay": 0.0, **LEARNING}
+    now = cpu_seconds(Teachers(network, shares, **how), fakes, compress, device)
+    with earlier_layers():
+        chunk = earlier_chunk(network, teachers)
+        before = cpu_seconds(Teachers(network, shares, chunk=chunk, **how), fakes, compress, device)
+    found = {"cpu_seconds": round(now, 3), "earlier_cpu_seconds": round(before, 3), "ratio": round(before / now, 2)}
+    return {"network": name, "teachers": teachers, **found}
 
 
 def measure(
@@ -94,7 +169,7 @@ def measure(
     compress = TopKSign(k=32 if name == "spectral" else 200, clip=1e-5, quantise=True, seed=0)
     ensemble = Teachers(network, shares, learning_rate=1e-3, weight_decay=0.0, room=room, **LEARNING)
     fit = seconds(lambda: ensemble.fit_step(fakes, step=0, repeats=STEPS), device)
-    vote = seconds(lambda: sum_bounded(map(compress, ensemble.image_gradients(fakes, step=0))), device)
+    vote = seconds(lambda: sum_bounded(ensemble.rows(fakes, compress, step=0)), device)
     moved, computed, least = floor(network, teachers, limits)
     line: dict[str, object] = {
         "network": name,
@@ -176,8 +251,9 @@ def plot(lines: list[dict[str, object]], title: str, path: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teachers", type=int, nargs="+", default=[4000])
-    parser.add_argument("--networks", nargs="+", default=["spectral", "compact", "paper"])
+    parser.add_argument("--networks", nargs="+", default=["spectral", "compact", "paper"], choices=HIDDEN)
     parser.add_argument("--loop", type=int, default=20, help="number of teachers to train one by one; 0: none")
+    parser.add_argument("--earlier", action="store_true", help="time also the layers of version 0.1, on a CPU")
     parser.add_argument("--plot", help="file for a plot of time against the number of teachers")
     parser.add_argument("--room", type=float, help="GiB of GPU memory to use; other teachers are in host memory")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -192,6 +268,8 @@ if __name__ == "__main__":
         for number in arguments.teachers:
             sweep.append(measure(network_name, number, arguments.loop, chosen, best, room))
             print(json.dumps(sweep[-1]), flush=True)
+            if arguments.earlier and chosen.type == "cpu":
+                print(json.dumps(compare_with_earlier(network_name, number, chosen)), flush=True)
         if len(sweep) > 2:
             print(json.dumps(line_through(sweep)), flush=True)
         lines += sweep

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
 NEWS_SECONDS = 60.0  # a network file system may take this long to show one machine what another has written
 
 
-def train(options: TrainOptions, given: set[str] | None = None, *, records: "Records | None" = None) -> dict[str, Any]:
+def train(
+    options: TrainOptions,
+    given: set[str] | None = None,
+    *,
+    records: "Records | None" = None,
+    method: Method | None = None,
+) -> dict[str, Any]:
     """Train, or resume a run, and write its release.
 
     Args:
@@ -46,6 +52,7 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
             it is not known, and a run is resumed, epsilon, delta, relation and noise_seed must be those it was begun
             with.
         records: used instead of a file; `options.data` is then only a name.
+        method: used instead of the registered one, whose settings it has: a figure that watches the votes of a run.
 
     Returns:
         The facts that `--json` prints, on rank 0; an empty dict on other ranks.
@@ -61,7 +68,7 @@ def train(options: TrainOptions, given: set[str] | None = None, *, records: "Rec
         world = stack.enter_context(World.start(options.device))
         job = world.together(lambda: make_job(options, given, records))
         world.agree({"out": str(options.out), **job.facts()})
-        settings, method = job.settings, method_of(job.settings)
+        settings, method = job.settings, method or method_of(job.settings)
         world.together(lambda: _check_ranks(settings, method, world))
         asked = {**job.options, **options.own}
         held_out = _held_out(job) if records is None else None  # arrays from Python have no test split

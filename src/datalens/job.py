@@ -1,4 +1,4 @@
-"""What a training run is to do, decided by public facts: planned anew, or read from the run that is resumed."""
+"""The job of a training run, decided by public facts: planned anew, or read from the run that is resumed."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run is to do, decided by public facts.
+    """The data, budget, settings and options of a run, decided by public facts.
 
     Attributes:
         options: those that config.json keeps.

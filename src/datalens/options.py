@@ -38,7 +38,7 @@ NominalSize = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """How the user's own files are read (`data.own.reading.Reading`)."""
+    """Options by which the user's own files are read (`data.own.reading.Reading`)."""
 
     label: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
     """Column with the labels (default: label; in a folder of images, the folders). none: one class."""
@@ -64,7 +64,7 @@ class _WhichData:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(ReadingOptions, _WhichData):
-    """Which data to use, and how to read it. (The fields of the last base class come first.)"""
+    """Options that name the data, and say how to read it. (The fields of the last base class come first.)"""
 
 
 @dataclass(frozen=True, kw_only=True)

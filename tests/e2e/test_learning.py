@@ -50,8 +50,12 @@ EVERY = [
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The training digits, and the same with labels that mean nothing."""
-    folder, data = tmp_path_factory.mktemp("digits"), formats.load("digits", "train")
+    return write_digits(tmp_path_factory.mktemp("digits"))
+
+
+def write_digits(folder: Path) -> dict[str, Path]:
+    """Write the training digits, and the same with labels that mean nothing; return their files."""
+    data = formats.load("digits", "train")
     shuffled = np.random.default_rng(0).permutation(data.labels)
     for name, labels in (("real", data.labels), ("shuffled", shuffled)):
         np.savez(folder / f"{name}.npz", images=data.images, labels=labels, classes=[str(i) for i in range(10)])
@@ -60,7 +64,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def accuracy(data: Path, out: Path, **options: Any) -> float:
     """Train, sample a thousand images, and classify real test digits by the nearest mean of a class."""
-    train(TrainOptions(data=str(data), nominal_size=1437, out=out, **options))
+    if train(TrainOptions(data=str(data), nominal_size=1437, out=out, **options))["interrupted"]:
+        raise KeyboardInterrupt  # fewer steps than planned would be judged
     made, test = sample(out / "release", count=1000, seed=0), formats.load("digits", "test")
     judge = NearestCentroid().fit(made.images.reshape(len(made.images), -1), made.labels)
     return float(judge.score(test.images.reshape(len(test.images), -1), test.labels))

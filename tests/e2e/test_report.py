@@ -202,6 +202,27 @@ def test_a_classifier_has_a_page_too(classifier, tmp_path):
     assert "0.9877" in (copy / "owner.html").read_text(encoding="utf-8")  # the search would find it
 
 
+def test_the_owner_sees_whether_teachers_agree_and_the_student_heeds_its_labels(copy):
+    """By step, each beside what it must be compared with; in a picture, and as numbers in metrics.jsonl."""
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "between_classes" in line] == [0, 1, 2]
+    for line in lines:
+        assert line["agreement_by_chance"] > 1 / 20**0.5  # of the 20 teachers' votes; noise comes on top
+    call("report", copy).succeeded()
+    titles = ("Agreement of teachers: 1 if all", "Distance between class means")
+    for number, title in enumerate(titles):
+        [chart] = [one for one in _charts(copy) if title in one]
+        assert ("by chance", "within a class")[number] in chart
+    (copy / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "teacher_loss": 1.0}) + "\n" for i in (0, 1)))
+    call("report", copy).succeeded()
+    assert not [one for one in _charts(copy) if any(title in one for title in titles)]
+
+
+def _charts(run: Path) -> list[str]:
+    page = (run / "owner.html").read_text(encoding="utf-8")
+    return re.findall(r"<figure.*?</figure>", page, re.S)
+
+
 def test_runs_side_by_side(copy, classifier, tmp_path):
     planted(copy)
     out = tmp_path / "compare.html"

@@ -1,12 +1,15 @@
 """Whether a student heeds its labels: the measure, and the words for what is wrong."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from datalens.methods import topagg
+from datalens.released import classes
 from datalens.released.classes import ClassSpread, class_spread, spread_of, trouble
-from datalens.released.generator import fresh_generator
+from datalens.released.generator import Generator, fresh_generator
 
 
 def images_of(classes: int, each: int, *, apart: float, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,3 +48,32 @@ def test_a_look_leaves_the_generator_as_it_was() -> None:
     assert first == again
     assert generator.training
     assert all(torch.equal(value, before[name]) for name, value in generator.state_dict().items())
+
+
+# --- what a run says ------------------------------------------------------------------------------------------------
+
+
+def said_in_a_run(generator: Generator, steps: int, capfd: pytest.CaptureFixture[str]) -> tuple[list[int], str]:
+    """Return the steps at which distances are logged, and what is printed."""
+    student = SimpleNamespace(generator=generator)
+    found = [topagg.diagnose(student, step, steps) for step in range(steps)]  # type: ignore[arg-type]
+    assert all(set(one) in (set(), {"between_classes", "within_classes"}) for one in found)
+    return [step for step, one in enumerate(found) if one], " ".join(capfd.readouterr().err.split())
+
+
+def test_a_run_logs_distances_and_warns_half_way_and_at_its_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = fresh_generator((1, 8, 8), 3, latent=4, seed=0, slim=16)
+    with torch.no_grad():  # draws one image for all labels
+        for weight in generator.parameters():
+            weight.zero_()
+    logged, text = said_in_a_run(generator, 40, capfd)
+    assert logged == [0, 5, 10, 15, 20, 25, 30, 35, 39]
+    assert text.count("it has collapsed") == 2
+    assert "after 21 of 40 steps" in text and "after 40 of 40 steps" in text
+    assert said_in_a_run(generator, classes.FEWEST_STEPS - 1, capfd)[1] == ""  # too early to tell
+    monkeypatch.setattr(classes, "spread_of", lambda generator, seed: ClassSpread(between=0.01, within=0.2))
+    assert said_in_a_run(generator, 40, capfd)[1].count("the student ignores its labels") == 2
+    monkeypatch.setattr(classes, "spread_of", lambda generator, seed: ClassSpread(between=0.2, within=0.2))
+    assert said_in_a_run(generator, 40, capfd)[1] == ""

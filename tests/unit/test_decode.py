@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from datalens.bounded.contributions import BoundedSum, Contributions, sum_bounded
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import GaussianSum
-from datalens.privacy.noise import SecureNoise
+from datalens.privacy.noise import SecureNoise, SeededNoise
 from datalens.privacy.released import Released
 from datalens.public.basis import make_basis
 from datalens.released.decode import Decode, DecodeName, agreement
@@ -102,8 +102,29 @@ def test_agreement_is_the_part_of_the_longest_sum_that_is_left(share: float, exp
     longest = math.sqrt(cells)
     total = sum_bounded([Contributions(rows=rows, l2_bound=longest, diameter=2 * longest, row_unit="teacher")])
     noisy = GaussianSum(sigma=sigma, noise=SecureNoise()).release(total, Ledger.in_memory(INFINITE), step=0)
-    found, doubt = agreement(noisy, teachers=teachers, longest=longest)
-    assert found == pytest.approx(expected, abs=3 * doubt)
-    assert 0 < doubt < 0.02
+    found, chance = agreement(noisy, teachers=teachers, longest=longest)
+    assert found == pytest.approx(expected, abs=chance)
+    assert 0 < chance < 0.04
     naive = math.sqrt(float((noisy.value.astype(float) ** 2).sum())) / (teachers * longest)
-    assert share > 0 or naive > 2 * doubt  # noise not taken off would pass for agreement
+    assert share > 0 or naive > 1.5 * found  # noise not taken off would pass for agreement
+
+
+@pytest.mark.parametrize("sigma", [0.0, 20.0])
+def test_votes_with_nothing_in_common_agree_as_by_chance(sigma: float) -> None:
+    """Also without noise: the sum of N independent votes has a norm of √N votes, not of 0."""
+    teachers, cells = 400, 10_000
+    longest = math.sqrt(cells)
+    noise = SeededNoise(1) if sigma else SecureNoise()
+    ledger = Ledger.in_memory(INFINITE)
+
+    def found(rows: torch.Tensor, step: int) -> tuple[float, float]:
+        made = Contributions(rows=rows, l2_bound=longest, diameter=2 * longest, row_unit="teacher")
+        noisy = GaussianSum(sigma=sigma, noise=noise).release(sum_bounded([made]), ledger, step=step)
+        return agreement(noisy, teachers=teachers, longest=longest)
+
+    rows = torch.randint(2, (teachers, 1, cells), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
+    by_votes, chance = found(rows.to(torch.int8), 0)
+    assert 0.9 * chance < by_votes < 1.03 * chance
+    assert chance == pytest.approx(0.05, rel=0.02)
+    rows[:, :, :1000] = 1  # in a tenth of the cells all agree
+    assert found(rows.to(torch.int8), 1)[0] > 5 * chance

@@ -107,6 +107,17 @@ def test_the_papers_rows() -> None:
     assert made_exact.steps == 2245 // 15
 
 
+@pytest.mark.parametrize("which", ["paper", "code"])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "celeba-gender", "celeba-hair", "places365"])
+def test_without_noise_everything_else_is_as_at_epsilon_10(name: str, which: str) -> None:
+    """Else "ε = ∞" would show what other settings cost, not what noise costs."""
+    schema = sources.schema(name)
+    _, ten = plan(schema, method="datalens-paper", preset=which, epsilon=10.0)
+    _, none = plan(schema, method="datalens-paper", preset=which, epsilon=math.inf)
+    assert none.sigma == 0 and ten.sigma > 0
+    assert none == dataclasses.replace(ten, sigma=0.0, noise="gaussian")
+
+
 @pytest.mark.parametrize(
     ("name", "epsilon", "expected"),
     [  # N, k, σ, β as the paper and its code have them; the batch is the share

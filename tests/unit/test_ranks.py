@@ -54,15 +54,17 @@ def networks() -> dict[str, Network]:
     pixels, cosines = make_basis("pixel", shape, None), make_basis("dct", shape, 40)
     return {
         "spectral": Spectral(basis=make_basis("dct", shape, 64), classes=10, hidden=16),
-        "compact": compact_network(pixels, 10),
-        "compact, cosines": compact_network(cosines, 10),
+        "compact": compact_network(pixels, 10, linear=5.0),
+        "compact, cosines": compact_network(cosines, 10, linear=5.0),
+        "compact, colour": compact_network(make_basis("pixel", (3, 14, 11), None), 10, linear=7.0),
     }
 
 
 def rows(network: Network, numbers: range, *, teachers: int = 13) -> torch.Tensor:
     """What these teachers say, step after step, as one rank has them: [steps, teachers, m, d]."""
     drawn = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (4 * teachers, 28, 28, 1), generator=drawn, dtype=torch.uint8)
+    channels, height, width = network.basis.shape  # type: ignore[attr-defined] # of ours
+    images = torch.randint(0, 256, (4 * teachers, height, width, channels), generator=drawn, dtype=torch.uint8)
     labels = torch.randint(10, (len(images),), generator=drawn)
     share = np.arange(len(images)) % teachers
     kept = (share >= numbers.start) & (share < numbers.stop)
@@ -76,7 +78,7 @@ def rows(network: Network, numbers: range, *, teachers: int = 13) -> torch.Tenso
     said = []
     for step in range(3):
         fakes = Shown(
-            images=torch.rand(15, 1, 28, 28, generator=drawn),
+            images=torch.rand(15, channels, height, width, generator=drawn),
             labels=torch.randint(10, (15,), generator=drawn),
             step=step,
         )
@@ -85,7 +87,7 @@ def rows(network: Network, numbers: range, *, teachers: int = 13) -> torch.Tenso
     return torch.stack(said)
 
 
-@pytest.mark.parametrize("name", ["spectral", "compact", "compact, cosines"])
+@pytest.mark.parametrize("name", ["spectral", "compact", "compact, cosines", "compact, colour"])
 def test_a_teacher_says_the_same_on_any_rank(name: str) -> None:
     """Bit by bit. In float32 Adam blows up what little rounding there is, and then votes differ."""
     network = networks()[name]

@@ -326,6 +326,44 @@ def test_the_page_of_results_is_made_of_the_kept_cells(monkeypatch: pytest.Monke
     assert page.count("\n## ") == len(harness.tables()) + 1
 
 
+def differences(cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a kept cell that are not those of its options today: name → kept and today's value."""
+    assert cell.options is not None
+    _, settings = make_plan(TrainOptions(out=Path("x"), **cell.options), formats.schema(cell.options["data"]))
+    then, now = result["settings"], settings.as_dict()
+    return {
+        name: (then.get(name), now.get(name))
+        for name in then.keys() | now.keys()
+        if name != "noise"  # rounded or exact, by what was installed; σ differs by a millionth
+        and then.get(name) != now.get(name)
+        and not (isinstance(now.get(name), float) and now[name] == pytest.approx(then.get(name), rel=1e-4))
+    }
+
+
+def test_no_kept_cell_is_of_an_earlier_loop() -> None:
+    """Cells with teachers have the settings of their options today; else a table would show two methods as one."""
+    kept_there = Path(__file__).parents[2] / "docs" / "results"
+    seen: dict[str, dict[str, Any]] = {}
+    for name, table in harness.tables().items():
+        results = read_cells(kept_there / f"{table.kept_as or name}.jsonl")
+        cells = {cell.name: cell for cell in table.cells(True)}
+        assert results.keys() <= cells.keys(), "a cell that no table shows"
+        for cell_name, result in results.items():
+            cell, settings = cells[cell_name], result["settings"]
+            assert result["options"] == cell.asked
+            if settings["method"] not in ("datalens", "datalens-paper") or "teachers" not in settings:
+                continue
+            if cell.run_name not in seen:
+                seen[cell.run_name] = differences(cell, result)
+            printed = {"network": ("paper", "printed")} if "printed discriminator" in cell.column else {}
+            assert seen[cell.run_name] == printed, cell_name  # version 0.1 had no other network of the paper's size
+    assert len(seen) > 60
+    cell = next(cell for cell in table1.cells(True) if cell.name == "mnist-eps10-datalens-warm-start-off")
+    result = read_cells(kept_there / "table1.jsonl")[cell.name]
+    twin = result | {"settings": result["settings"] | {"teacher_rate": 5e-4}}
+    assert differences(cell, twin) == {"teacher_rate": (5e-4, 1e-3)}
+
+
 # --- keeping cells ----------------------------------------------------------------------------------------------------
 
 

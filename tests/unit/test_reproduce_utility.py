@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         real = 0.99 if more["accuracy_real"] is None else more["accuracy_real"]
         cost = {"epsilon": cell.options["epsilon"], "epsilon_spent": cell.options["epsilon"] - 0.001, "delta": 1e-5}
         return {
-            "options": cell.options,
+            "options": cell.asked,
             "utility": {
                 "accuracy": 0.9 + cell.options["seed"] / 100,
                 "accuracy_real": real,
@@ -109,9 +109,14 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     methods = ["datalens", "datalens, warm start off", "datalens-paper"]
     more = [f"datalens-paper, {how}" for how in ("authors' settings", "full-size teachers")]
     more += ["datalens-paper, authors' settings, full-size teachers"]
-    assert [row["column"] for row in rows] == (methods + more) * 4 + methods * 2 + methods[:1] * 14
-    assert len({one["name"] for one in ran}) == len(ran) == 12 * 5 + 18 * 2 + 12 * 3  # scenes are not here
-    assert [row["seeds"] for row in rows[30:]] == [3] * 4 + [0] * 2 + [3] * 8
+    without_noise = [methods[-1], more[0]] * 2
+    assert [row["column"] for row in rows] == (methods + more) * 4 + methods * 2 + methods[:1] * 14 + without_noise
+    assert len({one["name"] for one in ran}) == len(ran) == 12 * 5 + 18 * 2 + 12 * 3 + 4 * 2  # scenes are not here
+    assert [row["seeds"] for row in rows[30:]] == [3] * 4 + [0] * 2 + [3] * 8 + [2] * 4
+    assert [(row["row"], row["paper"], row["difference"]) for row in rows[-3:-1]] == [
+        ("MNIST ε=∞", None, None),
+        ("Fashion-MNIST ε=∞", None, None),
+    ]
     for row in rows[:30]:
         seeds = [0.9, 0.91, 0.92, 0.93, 0.94][: 2 if "paper" in row["column"] else 5]
         assert (row["seeds"], row["ours"]) == (len(seeds), pytest.approx(statistics.fmean(seeds)))
@@ -163,7 +168,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     monkeypatch.setattr(harness, "run_cell", fake)
     made(tmp_path, full=True)
     names = [one["name"] for one in ran]
-    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3  # nothing twice
+    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3 + 4 * 2  # nothing twice
     assert ran[3]["accuracy_real"] == 0.99  # the ceiling, too, is kept
 
     # Asked for in another way, a cell is run again.
@@ -172,7 +177,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     other["options"]["epsilon"] = 2.0
     keep_cell(cells, "mnist-eps1-datalens-seed2", other)
     made(tmp_path, full=True)
-    assert [one["name"] for one in ran[96:]] == ["mnist-eps1-datalens-seed2"]
+    assert [one["name"] for one in ran[104:]] == ["mnist-eps1-datalens-seed2"]
 
 
 def test_a_run_without_privacy_is_stamped(ran: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -171,6 +171,23 @@ def other_randomness(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+SETTINGS = family("Settings", FILES)
+
+
+def asks_for_settings(tree: ast.AST) -> Iterator[int]:
+    """Code that depends on the class of settings: these answer for themselves, through `plans.base.Settings`."""
+    for node in ast.walk(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and tail(node.func) in ("isinstance", "issubclass"):
+            asked = list(node.args[1:])
+        if isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        if isinstance(node, ast.Compare) and any(tail(part) == "type" for part in ast.walk(node)):
+            asked = [node]
+        if any(tail(part) in SETTINGS for one in asked for part in ast.walk(one)):
+            yield node.lineno
+
+
 def breaches(finder: Finder, *, allowed: tuple[str, ...], files: dict[str, str]) -> list[str]:
     """file:line of every find outside the files and folders that may."""
     return [
@@ -256,6 +273,17 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
             "np.load(f, allow_pickle=flag)",
             "np.save(f, x)",
             "import joblib",
+        ),
+    ),
+    "no settings are asked for their class": (
+        asks_for_settings,
+        (),
+        (
+            "isinstance(settings, MomentSettings)",
+            "isinstance(run.settings, topagg.TopAggSettings | SgdSettings)",
+            "issubclass(kind, (StepSettings, int))",
+            "match settings:\n    case DpmerfSettings(grid=x):\n        pass",
+            "type(settings) is GPateSettings",
         ),
     ),
     "no text is run": (runs_text, (), ("eval(x)", "exec(x)")),

@@ -68,7 +68,7 @@ class BoundedSum:
 
     @property
     def cells(self) -> int:
-        """How many numbers will be released. This is public."""
+        """The number of values that will be released. It is public."""
         return self.private_total.numel()
 
 

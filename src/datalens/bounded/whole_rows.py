@@ -24,7 +24,7 @@ COLUMNS, TOGETHER = 2**13, 2**9  # of rows looked at together, which stay in the
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRows:
-    """How a gradient r becomes a row: trunc(GRID · s∘r / (‖s∘r‖ + softening)).
+    """The rule by which a gradient r becomes a row of whole numbers: trunc(GRID · s∘r / (‖s∘r‖ + softening)).
 
     Attributes:
         softening: Gradients much shorter than this count for less; all others are brought to one length.
@@ -49,7 +49,7 @@ class WholeRows:
 
 
 class WholeSum:
-    """A sum of rows under way, of one thread or machine.
+    """The sum of the rows that one thread or machine has added so far.
 
     Args:
         rows: How gradients become rows.

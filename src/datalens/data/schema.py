@@ -57,7 +57,7 @@ class Schema:
 
     @property
     def given(self) -> str:
-        """What was read off the data: the guarantee holds given that this is public. "" where all was declared."""
+        """The facts that were read off the data, on condition of whose being public the guarantee holds; "" if none."""
         return self.note.removeprefix(READ_OFF).strip(": ") if self.read_off else ""
 
     @property

@@ -163,7 +163,7 @@ def nearest(images: np.ndarray, labels: np.ndarray, among: np.ndarray, among_lab
 
 
 def reconstruction(synthetic: SyntheticDataset, training: Dataset, held_out: Dataset) -> Reconstruction:
-    """Count copies: synthetic images that are far nearer to a training image than to any held-out image."""
+    """Count copies: synthetic images that are much nearer to some training image than to every held-out image."""
     to_training = nearest(synthetic.images, synthetic.labels, training.images, training.labels)
     to_held_out = nearest(synthetic.images, synthetic.labels, held_out.images, held_out.labels)
     return Reconstruction(

@@ -73,7 +73,7 @@ def fid(
 
 
 def moments(images: np.ndarray, features: Features, label: str, *, fresh: bool = False) -> dict[str, Tensor]:
-    """Return sum, sum of products and number of the features of real images. Cached, since other runs need them too."""
+    """Return the features' sum, sum of outer products and count over real images, cached for other runs."""
     name = cache.key("moments", images, features.fingerprint)
     return cache.remembered_tensors(f"moments-{name}", lambda: _moments(images, features, label), fresh=fresh)
 

@@ -17,8 +17,8 @@ from datalens.run.reservation import standing
 EVALUATION, AUDIT = "evaluation.json", "audit.json"
 # Titles of the metrics that methods log. Other names are shown unchanged.
 METRICS = {
-    "agreement": "Agreement of teachers: 1 if all send the same vote, above 1 only by noise; below the line of noise "
-    "alone no agreement can be measured",
+    "agreement": "Agreement of teachers: 1 if all send the same vote, above 1 only by noise; below the other line, "
+    "votes that have nothing in common and noise explain it",
     "between_classes": "Distance between class means of synthetic images, per pixel; if it is far below the other "
     "line, the student ignores its labels",
     "real": "Agreement of teachers: fraction of them that take a synthetic image for real, with noise",
@@ -34,10 +34,14 @@ MEASURES = {
     "fid": "FID",
     "faithfulness": "Faithfulness",
 }
-UNSHOWN = ("step", "time", "epsilon_spent", "agreement_noise", "within_classes")  # have no chart of their own
+# These have no chart of their own. `agreement_noise`, without the votes' own chance, was logged up to version 0.1.
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_by_chance", "agreement_noise", "within_classes")
 PUBLIC = ("sigma", "between_classes")  # follow from the release too
 # Metric → a second line on its chart: metric and title.
-BESIDE = {"agreement": ("agreement_noise", "noise alone"), "between_classes": ("within_classes", "within a class")}
+BESIDE = {
+    "agreement": ("agreement_by_chance", "by chance"),
+    "between_classes": ("within_classes", "within a class"),
+}
 MOST_ROWS = 60
 # Measure, title, its key, and the key of the same measure on real data.
 HEADLINES = (

@@ -33,7 +33,9 @@ class _Layer:
 
 
 class RowEngine:
-    """Rows of a network of convolutions and linear layers, whose examples do not meet.
+    """Computes one gradient row per example, for a network of convolutions and linear layers.
+
+    No layer may mix examples: each row must depend on its own example alone.
 
     Args:
         net: All its parameters belong to `Conv2d` (without groups or dilation) or `Linear` layers, each of which is
@@ -129,7 +131,7 @@ class RowEngine:
 
 
 class _Tape:
-    """What went into a layer, and the gradient of what came out."""
+    """The inputs of a layer, and the gradient of the loss with respect to its outputs."""
 
     def __init__(self) -> None:
         self.inputs: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the methods with voting teachers have in common: the teachers, and how records are divided among them."""
+"""Settings and functions of methods whose teachers vote: the teachers, and how records are divided among them."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

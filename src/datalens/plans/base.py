@@ -182,7 +182,7 @@ class Settings:
         return unbroken({event.step for event in events})
 
     def answers_paid(self, events: Sequence[Charge]) -> int:
-        """Return the largest number of answers these charges can have paid for, if answers are charged separately."""
+        """Return the largest number of answers that these charges can have paid for; 0 if answers are not charged."""
         return 0
 
     # --- for `verify`
@@ -205,9 +205,9 @@ class Settings:
         return list(dict.fromkeys(problems))
 
     def _left_out(self, schema: Schema, budget: Budget, charges: Sequence[Charge]) -> list[str]:
-        """What is missing of the parts that come before the one whose steps the weights state.
+        """Return a sentence for each earlier part whose charges are incomplete.
 
-        Without all of them there were no such steps.
+        Parts run in order, so the steps that the weights state need all charges of the parts before theirs.
         """
         due: dict[str, int] = {}
         for part in self.schedule(schema, budget):
@@ -270,7 +270,7 @@ class Settings:
 
     @property
     def step_name(self) -> str:
-        """What steps are called in the last line of a run."""
+        """The word for steps in the last line of a run."""
         return "steps"
 
     @property
@@ -280,7 +280,7 @@ class Settings:
 
     @property
     def signal(self) -> str:
-        """What `noise_to_signal` is the ratio of."""
+        """The two quantities whose ratio `noise_to_signal` is, in words."""
         return "sigma / the largest norm of a row"
 
     def release_name(self, event: Charge) -> str | None:
@@ -356,7 +356,7 @@ class Place:
 
 
 class Gathered(Protocol):
-    """What a method keeps of records; private.
+    """The part of the records that a method keeps for training; private.
 
     Attributes:
         count: number of records.
@@ -558,7 +558,7 @@ def unbroken(numbers: set[int]) -> int:
 
 
 def gaps(steps: set[int], planned: int) -> list[str]:
-    """Return a problem unless the charged steps are 0, 1, 2, … and at most as many as planned.
+    """Return a list with one problem, unless the charged steps are 0, 1, 2, … and at most as many as planned.
 
     A step that an interruption lost is charged again under the same number.
     """
@@ -567,7 +567,7 @@ def gaps(steps: set[int], planned: int) -> list[str]:
 
 
 def gaps_of_blocks(events: Sequence[SubsampledGaussianEvent]) -> list[str]:
-    """Return a problem unless every block of sampled steps begins where the one before it ended."""
+    """Return a list with one problem, unless every block of sampled steps begins where the one before it ended."""
     steps = [event.step for event in events]
     begins = [sum(event.repeats for event in events[:number]) for number in range(len(events))]
     return [] if steps == begins else ["the ledger has gaps: a block of steps does not begin where the last one ended"]

@@ -302,14 +302,14 @@ def side_by_side(counted: Sequence[tuple[Event, int]], delta: float) -> dict[Acc
         counted: (event, multiplicity).
         delta: δ at which ε is computed.
     """
-    found: dict[AccountantName, float | str] = {}
+    prices: dict[AccountantName, float | str] = {}
     sampled = any(isinstance(event, SubsampledGaussianEvent) for event, _ in counted)
     for name in ACCOUNTANTS if sampled else (name for name in ACCOUNTANTS if name not in SAMPLED_ONLY):
         try:
-            found[name] = Accountant(name=name).price(counted, delta)
+            prices[name] = Accountant(name=name).price(counted, delta)
         except DatalensError as error:
-            found[name] = str(error)
-    return found
+            prices[name] = str(error)
+    return prices
 
 
 def _laplace_rdp(loss: float, rate: float, order: float) -> float:

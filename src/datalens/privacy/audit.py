@@ -235,7 +235,7 @@ def _pattern(images: int, k: int, teacher: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is released, and what is charged for it. In a control the two differ in exactly one way."""
+    """A mechanism, and the charge that is claimed for it. In a control the two differ in exactly one way."""
 
     name: str
     mechanism: Mechanism
@@ -296,7 +296,7 @@ class Plan:
             raise DatalensError(f"epsilon must be above 0, not {self.epsilon:g}")
 
     def sigma(self, sensitivity: float) -> float:
-        """Return the noise with which the releases of one trial cost the plan's ε, at this sensitivity."""
+        """Return the σ at which the releases of one trial cost the plan's ε, for this sensitivity."""
         return calibrate_sigma(
             sensitivity=sensitivity,
             steps=self.releases,

@@ -159,8 +159,8 @@ def data_dependent_rdp(log_q: float, *, rdp_per_order: float, orders: np.ndarray
         slack = (-log_q + (mu2 - 1) * mu2 * rdp_per_order) / mu2 - np.log(mu2 / (mu2 - 1))
         least = np.where(slack > 0, (1 + _ROUNDING) / -np.expm1(-slack), np.nan)  # μ1/(μ1 − 1) <= e^slack
     mu1 = np.maximum(np.maximum(orders[:, None], 1 + best), least)
-    found = theorem4(orders[:, None], log_q, mu1=mu1, mu2=mu2, rdp_per_order=rdp_per_order)
-    smallest = np.where(np.isnan(found), np.inf, found).min(axis=1)
+    rdp = theorem4(orders[:, None], log_q, mu1=mu1, mu2=mu2, rdp_per_order=rdp_per_order)
+    smallest = np.where(np.isnan(rdp), np.inf, rdp).min(axis=1)
     return np.where(np.isinf(smallest), np.nan, smallest)
 
 
@@ -180,8 +180,8 @@ def needed_agreement(*, k: int, sigma: float) -> tuple[float, float]:
         low, high = 1e-12, -_SMALLEST_LOG_Q  # bracket of log(1/q̃): too little, enough
         while high / low > 1 + 1e-9:
             middle = math.sqrt(low * high)
-            found = data_dependent_rdp(-middle, rdp_per_order=per_order)
-            low, high = (low, middle) if bool((found < limit).any()) else (middle, high)
+            rdp = data_dependent_rdp(-middle, rdp_per_order=per_order)
+            low, high = (low, middle) if bool((rdp < limit).any()) else (middle, high)
         return float(_log1mexp(-high))
 
     return first(whatever), first(cheaper)
@@ -227,8 +227,8 @@ def analyse(votes: BoundedSum, *, k: int, threshold: float, sigma: float) -> Ana
     outcome = likely_outcome(totals, threshold=threshold, sigma=sigma)
     log_agree = log_agreement(totals, outcome, threshold=threshold, sigma=sigma)
     per_order = float(topagg_rdp(np.array(1.0), k=k, sigma=sigma))
-    found = [data_dependent_rdp(float(q), rdp_per_order=per_order) for q in log_disagreement(log_agree)]
-    return Analysis(log_agree=log_agree, dependent=np.stack(found), independent=ORDERS * per_order)
+    per_query = [data_dependent_rdp(float(q), rdp_per_order=per_order) for q in log_disagreement(log_agree)]
+    return Analysis(log_agree=log_agree, dependent=np.stack(per_query), independent=ORDERS * per_order)
 
 
 def dependent_epsilon(dependent: np.ndarray, *, delta: float) -> float | None:
@@ -238,8 +238,8 @@ def dependent_epsilon(dependent: np.ndarray, *, delta: float) -> float | None:
         dependent: [queries, orders] RDP by Theorem 4.
         delta: δ at which ε is computed.
     """
-    found = rdp_to_epsilon(dependent.sum(axis=0), delta=delta)
-    return None if found is None else found[0]
+    converted = rdp_to_epsilon(dependent.sum(axis=0), delta=delta)
+    return None if converted is None else converted[0]
 
 
 def combined_epsilon(dependent: np.ndarray, independent: np.ndarray, *, delta: float) -> Combined:
@@ -252,13 +252,13 @@ def combined_epsilon(dependent: np.ndarray, independent: np.ndarray, *, delta: f
     """
     applies = ~np.isnan(dependent)
     smaller = applies & (np.where(applies, dependent, np.inf) < independent)
-    found = rdp_to_epsilon(np.where(smaller, dependent, independent).sum(axis=0), delta=delta)
-    assert found is not None  # the data-independent bound applies at every order
-    at = int(np.flatnonzero(found[1] == ORDERS)[0])
+    converted = rdp_to_epsilon(np.where(smaller, dependent, independent).sum(axis=0), delta=delta)
+    assert converted is not None  # the data-independent bound applies at every order
+    at = int(np.flatnonzero(converted[1] == ORDERS)[0])
     used = int(smaller[:, at].sum())
     return Combined(
-        epsilon=found[0],
-        order=found[1],
+        epsilon=converted[0],
+        order=converted[1],
         used_dependent=used,
         used_independent=len(dependent) - used,
         inapplicable=int((~applies[:, at]).sum()),

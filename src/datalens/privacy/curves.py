@@ -78,8 +78,8 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 def convert_improved(curve: Sequence[float] | np.ndarray, orders: Sequence[float] | np.ndarray, delta: float) -> float:
     """Return the minimum over λ of ε(λ) + log((λ − 1)/λ) − (log δ + log λ)/(λ − 1), or 0 if that is negative."""
     order = np.asarray(orders)
-    found = np.asarray(curve) + np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
-    return max(0.0, float(found.min()))
+    epsilons = np.asarray(curve) + np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
+    return max(0.0, float(epsilons.min()))
 
 
 def convert_as_printed(curve: Sequence[float], orders: Sequence[float], delta: float) -> float:

@@ -156,7 +156,7 @@ class GradientGate(Owned):
             return left
 
     def _counted(self) -> tuple[int, int]:
-        """How many steps of this part the ledger was charged for, and the number of the last of these charges."""
+        """Return the number of steps of this part that were charged, and the number of the last of these charges."""
         steps, last = 0, -1
         for number, event in enumerate(self.ledger.events):
             if not isinstance(event, UnknownEvent) and event.part != self.schedule.part:
@@ -253,10 +253,10 @@ def calibrate_steps(*, rate: float, sigma: float, budget: Budget, rounding: floa
         schedule = Schedule(sigma=sigma, rate=rate, steps=int(steps), unit=1.0, l2_bound=1 + rounding)
         return schedule.price(accountant, budget.delta)
 
-    found = int(_largest(price, budget, most=float(_MOST_STEPS), least=1.0, power=1.8) or 0)
-    if found >= _MOST_STEPS:
+    most = int(_largest(price, budget, most=float(_MOST_STEPS), least=1.0, power=1.8) or 0)
+    if most >= _MOST_STEPS:
         raise DatalensError("so many steps fit that nothing limits them: give --epochs and leave out --sigma")
-    return found
+    return most
 
 
 def _largest(

@@ -130,12 +130,12 @@ class Journal:
         Raises:
             TamperedError: a file is damaged.
         """
-        found = []
+        names = []
         for path in sorted(self._directory.glob("*.release")):
             number = int(path.stem) if path.stem.isdecimal() else len(ledger.events)
             if number >= len(ledger.events) or self._read(path)[1] not in ("", ledger.chain(number + 1)):
-                found.append(path.name)
-        return found
+                names.append(path.name)
+        return names
 
     def _line(self, number: int) -> str:
         return "" if self._ledger is None else self._ledger.chain(number + 1) or ""

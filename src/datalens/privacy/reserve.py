@@ -34,15 +34,15 @@ def price(charges: Sequence[tuple[Charge, int]], delta: float) -> tuple[float, A
         delta: δ at which ε is computed.
     """
     plain = all(isinstance(event, GaussianEvent) for event, _ in charges)
-    found: list[tuple[float, AccountantName]] = []
+    prices: list[tuple[float, AccountantName]] = []
     for name in ("exact",) if plain else ("rdp-improved", "prv"):
         try:
-            found.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
+            prices.append((Accountant(name=name).price(charges, delta), name))  # type: ignore[arg-type]
         except DatalensError:  # this accountant does not price the mix, or its library is not installed
             continue
-    if not found:  # discrete noise below LEAST_SMOOTH together with other noise
-        found.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
-    return min(found)
+    if not prices:  # discrete noise below LEAST_SMOOTH together with other noise
+        prices.append((Accountant(name="rdp-improved").price(charges, delta), "rdp-improved"))
+    return min(prices)
 
 
 def may_follow(charges: Sequence[tuple[Charge, int]]) -> bool:

@@ -153,7 +153,7 @@ class RecordRows:
 
     @property
     def count(self) -> int:
-        """How many records there are. Private under add/remove."""
+        """The number of records. It is private under add/remove."""
         return self._rows.count
 
     @property
@@ -168,7 +168,7 @@ class RecordRows:
         return stored[:, : self._coordinates].to(torch.float64)
 
     def texture(self, stored: Tensor, *, centre: Tensor, white: Tensor) -> Tensor:
-        """Return texture features around a public centre, whitened by a public matrix. Both are rounded to grids."""
+        """Return the texture features of stored rows, centred and whitened by public tensors on grids."""
         centred = stored[:, self._coordinates :].to(torch.float64) - to_fine(centre)
         # All numbers are integers below 2^53: exact in any order, so equal for a record in any batch.
         steps = (white.to(torch.float64) * WHITE).round().clamp(-STEEPEST, STEEPEST)

@@ -40,7 +40,7 @@ class Pool:
 
     @property
     def count(self) -> int:
-        """How many records there are. Private under add/remove."""
+        """The number of records. It is private under add/remove."""
         return len(self._labels)
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:

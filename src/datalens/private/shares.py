@@ -126,12 +126,12 @@ class Shares:
 
     @property
     def teachers(self) -> int:
-        """How many teachers have their records here."""
+        """The number of teachers whose records are here."""
         return len(self.numbers)
 
     @property
     def count(self) -> int:
-        """How many records are kept. Private under add/remove."""
+        """The number of records that are kept. It is private under add/remove."""
         return len(self._labels) - 1
 
     @property
@@ -170,7 +170,7 @@ def block_fingerprint(block: Block, *, shared: bool = False) -> int:
 
 def _check_numbers(numbers: range, teachers: int) -> None:
     if numbers.step != 1 or numbers.start < 0 or numbers.stop > teachers or not len(numbers):
-        raise ValueError(f"teachers {numbers} are not some of 0 … {teachers - 1}, one after the other")
+        raise ValueError(f"teachers must be a range of consecutive numbers from 0 to {teachers - 1}, not {numbers}")
 
 
 class Rows:

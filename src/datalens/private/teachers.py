@@ -94,7 +94,7 @@ class Teachers:
 
     @property
     def resident(self) -> int:
-        """How many teachers stay on the device; the others are in host memory."""
+        """The number of teachers that stay on the device; the others are in host memory."""
         return self._plan.resident
 
     def fit_step(self, fakes: Fakes, *, step: int, repeats: int) -> float:
@@ -323,7 +323,7 @@ class _Chunk(_Bank):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """How teachers are divided into chunks, and how many of them stay on the device."""
+    """The division of teachers into chunks, and the number of teachers that stay on the device."""
 
     chunk: int  # teachers processed at a time
     resident: int  # teachers whose weights and moments stay on the device; the others are in host memory

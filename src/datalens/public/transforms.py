@@ -27,7 +27,7 @@ class Rotation:
 
     @property
     def padded(self) -> int:
-        """d′, the smallest power of two that is at least `size`."""
+        """The padded size d′: the smallest power of two that is at least `size`."""
         return 1 << (self.size - 1).bit_length()
 
     def forward(self, vectors: Tensor) -> Tensor:

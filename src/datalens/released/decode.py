@@ -72,12 +72,12 @@ class Decode:
 
 
 def agreement(released: Released, *, teachers: int, longest: float) -> tuple[float, float]:
-    """Return how far teachers agree, and the level below which noise alone can explain the result.
+    """Return how far teachers agree, and the level below which chance can explain the result.
 
     The agreement is the norm of the released sum, after the noise's expected contribution is subtracted, divided by
-    the norm that the sum would have if all teachers sent the same row. The level is the square root of two standard
-    deviations of the noise's contribution to the squared norm, divided by the same norm. Both follow from the released
-    value alone.
+    the norm that the sum would have if all teachers sent the same row. The level is the root of the squared norm of the
+    sum of N rows that have nothing in common, with two standard deviations of the noise's contribution added, divided
+    by the same norm. Both follow from the released value alone.
 
     Args:
         released: a released sum of rows.
@@ -87,4 +87,5 @@ def agreement(released: Released, *, teachers: int, longest: float) -> tuple[flo
     value, variance = released.value.astype(np.float64), released.event.sigma**2
     signal = float(np.square(value).sum()) - value.size * variance
     whole = teachers * longest
-    return math.sqrt(max(signal, 0.0)) / whole, math.sqrt(2 * math.sqrt(2 * value.size) * variance) / whole
+    by_chance = teachers * longest**2 + 2 * math.sqrt(2 * value.size) * variance
+    return math.sqrt(max(signal, 0.0)) / whole, math.sqrt(by_chance) / whole

@@ -166,7 +166,7 @@ def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode")
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """What is run: everything in full mode; in quick mode few steps with fixed settings, for two cores."""
+    """The extent of the runs: everything in full mode; in quick mode few steps with fixed settings, for two cores."""
 
     full: bool
     seeds: tuple[int, ...]

@@ -5,6 +5,7 @@ noise is added and returns the analysis alone; the run is not changed by it. The
 for the owner, and every output says so.
 """
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Callable
@@ -27,6 +28,11 @@ from datalens.reproduce.output import write
 
 if TYPE_CHECKING:
     from datalens.bounded.contributions import BoundedSum, Contributions, Gradients
+    from datalens.data.records import Records
+    from datalens.plans.base import Place
+    from datalens.private.shares import Shares
+    from datalens.released.generator import Generator
+    from datalens.run.folder import Run
     from datalens.run.remote_teachers import Crowd, Fakes
 
     Compress = Callable[[Gradients], Contributions]
@@ -48,6 +54,8 @@ class Panel:
 
 # The paper's continuous noise, for which Theorem 5 holds. Ours is rounded to integers: the threshold is off by half.
 _PRINTED: dict[str, Any] = {"method": "datalens-paper", "epsilon": EPSILON, "delta": DELTA, "noise": "gaussian"}
+# The votes are those of the printed discriminator, without the linear part that our teachers have.
+_GREY, _FACES = {"network": "printed"}, {"network": "compact", "linear": 0.0}
 # On two cores: the paper's N, k, σ and β, but spectral teachers over all 784 cosines instead of convolutional ones, and
 # few steps.
 _QUICK_MNIST = {"sigma": 5000.0, "beta": 0.7, "network": "spectral", "basis": "dct", "basis_size": 784, "k": 200}
@@ -58,10 +66,11 @@ _QUICK_FACES = {"sigma": 9000.0, "beta": 0.9, "teachers": 10}
 def panels(full: bool) -> list[Panel]:
     if full:
         how = "preset `paper` of `datalens-paper`, all steps that ε = 1 allows"
+        grey, faces = f"{how}, the printed discriminator", f"{how}, compact teachers without a linear part"
         return [
-            Panel(name="MNIST", data="mnist", options=dict(_PRINTED), how=how),
-            Panel(name="Fashion-MNIST", data="fashion-mnist", options=dict(_PRINTED), how=how),  # the paper has none
-            Panel(name="CelebA-Hair", data="celeba-hair", options=dict(_PRINTED), how=f"{how}, compact teachers"),
+            Panel(name="MNIST", data="mnist", options=_PRINTED | _GREY, how=grey),
+            Panel(name="Fashion-MNIST", data="fashion-mnist", options=_PRINTED | _GREY, how=grey),  # the paper has none
+            Panel(name="CelebA-Hair", data="celeba-hair", options=_PRINTED | _FACES, how=faces),
         ]
     return [
         Panel(
@@ -141,7 +150,7 @@ class Watched:
 
 
 def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
-    """Train, and analyse the votes of each step. The run itself is deleted, without a release."""
+    """Train, and analyse the votes of each step. The run itself is deleted."""
     analyses: list[bounds.Analysis] = []
 
     def look_with(settings: TopAggSettings) -> "Callable[[BoundedSum], None]":
@@ -166,7 +175,7 @@ def watched_run(
     look_with: "Callable[[TopAggSettings], Callable[[BoundedSum], None]]",
     compress_with: "Callable[[Compress], Compress] | None" = None,
 ) -> TopAggSettings:
-    """Do what `datalens train` does, without a release, and pass each sum of votes to a function.
+    """Do what `datalens train` does, and pass each sum of votes to a function.
 
     Args:
         options: the options of the run.
@@ -176,52 +185,23 @@ def watched_run(
     Returns:
         The settings of the run.
     """
-    from datalens.data import formats
+    from datalens.driver import train
     from datalens.methods import topagg
-    from datalens.plans.base import Place
-    from datalens.plans.registry import make_plan
-    from datalens.privacy.mechanisms import make_mechanism
-    from datalens.privacy.noise import open_noise
-    from datalens.private.partition import check_enough
-    from datalens.run.folder import Run
-    from datalens.run.ranks import World
-    from datalens.run.remote_teachers import Crowd
 
-    assert options.data is not None
-    records = formats.open_records(options.data, nominal_size=options.nominal_size, folder=options.data_folder)
-    budget, settings = make_plan(options, records.schema)
-    assert isinstance(settings, topagg.TopAggSettings)
-    if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
-        raise ValueError("Theorem 5 holds for thresholded votes only: use decode 'threshold' and signed votes")
-    with World.start(options.device) as world:
-        shares = topagg.gather(records, settings, Place(device=world.device, folder=options.out, world=world))
-        check_enough(shares.count, settings.teachers)
-        run = Run.create(
-            options.out,
-            options=options.remembered(),
-            settings=settings,
-            budget=budget,
-            schema=records.schema,
-            data_sha256=f"{shares.fingerprint % 2**256:064x}",
-        )
-        try:
-            compress = topagg.make_compress(settings)
-            crowd = Crowd(
-                topagg.make_teachers(shares, settings, records.schema, chunk=options.own.get("chunk")),
-                compress if compress_with is None else compress_with(compress),
-                world=world,
-                count=settings.teachers,
-                shape=(settings.batch, *records.schema.shape),
-                folder=options.out / "checkpoints",
-            )
-            watched = cast("Crowd", Watched(crowd, look_with(settings)))
-            draws = settings.steps * settings.batch * settings.basis_size
-            with open_noise(settings.noise, settings.sigma, draws=draws) as noise:
-                mechanism = make_mechanism(settings.sigma, noise)
-                topagg.learn(run, watched, settings, mechanism=mechanism, device=world.device)
-        finally:
-            run.close()
-    return settings
+    planned: list[TopAggSettings] = []
+
+    def gather(records: "Records", settings: TopAggSettings, place: "Place") -> "Shares":
+        if compress_with is None and (settings.decode != "threshold" or settings.compress == "topk"):
+            raise ValueError("Theorem 5 holds for thresholded votes only: use decode 'threshold' and signed votes")
+        planned.append(settings)
+        return topagg.gather(records, settings, place)
+
+    def learn(run: "Run", shares: "Shares", settings: TopAggSettings, place: "Place") -> "Generator":
+        crowd = topagg.make_crowd(shares, settings, run.schema, place, compress_with)
+        return topagg.train_student(run, cast("Crowd", Watched(crowd, look_with(settings))), settings, place)
+
+    train(options, method=dataclasses.replace(topagg.TOPAGG, gather=gather, train=learn, follow=None))
+    return planned[0]
 
 
 def summary(seen: list[bounds.Analysis], settings: TopAggSettings) -> dict[str, Any]:
@@ -282,8 +262,7 @@ def alike() -> list[dict[str, Any]]:
     facts = []
     for name, data in ALIKE.items():
         options = TrainOptions(out=Path(), data=data, **_PRINTED)
-        _, settings = make_plan(options, sources.schema(data))
-        assert isinstance(settings, TopAggSettings)
+        settings = cast(TopAggSettings, make_plan(options, sources.schema(data))[1])
         facts.append({"name": name, **whatever_the_votes(settings)})
     return facts
 

@@ -62,7 +62,7 @@ def _line(name: str, result: dict[str, Any]) -> str:
 
 
 def kept(path: Path, name: str, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the kept cell of this name if its fields have the values in `asked`, else None."""
+    """Return the stored cell of this name, if its fields have the values in `asked`; else None."""
     cell = read_cells(path).get(name, {})
     same = all(cell.get(key) == value for key, value in json.loads(json.dumps(asked)).items())
     return cell if cell and same else None

@@ -271,7 +271,11 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
     ours: dict[str, Any] = paper | {"method": "datalens", "warm_start": "off"}
     if full:
         return [
-            Crew(name=f"{data}, pixels", options=paper, how="preset `paper`, all its steps"),
+            Crew(
+                name=f"{data}, pixels",
+                options=paper | {"network": "printed"},
+                how="preset `paper` with the printed discriminator, all its steps",
+            ),
             Crew(name=f"{data}, 64 cosines", options=ours, how="`datalens --warm-start off`, all its steps"),
         ]
     few = FEW_TEACHERS | {"steps": 4}
@@ -288,7 +292,7 @@ def crews(full: bool, data: str = "mnist") -> list[Crew]:
 
 
 def measure_crew(crew: Crew, folder: Path, device: str) -> dict[str, Any]:
-    """Measure τ_k over the gradients of a run, which is deleted, without a release."""
+    """Measure τ_k over the gradients of a run, which is deleted."""
     say(f"{crew.name}: running a training to measure its gradients")
     curves: list[Array] = []
 

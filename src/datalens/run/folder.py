@@ -46,7 +46,7 @@ CHECKPOINT_BYTES = 4 * 2**30
 
 
 class Stateful(Protocol):
-    """What a checkpoint can save and restore."""
+    """An object whose state checkpoints save and restore."""
 
     def state(self) -> "dict[str, Tensor]": ...
 

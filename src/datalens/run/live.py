@@ -27,7 +27,7 @@ WORDS = {
     "between_classes": "distance between classes",
     "within_classes": "within a class",
     "agreement": "agreement of teachers",
-    "agreement_noise": "noise alone would show",
+    "agreement_by_chance": "by chance",
     "real": "taken for real",
     "answered": "agreement of teachers",
     "teacher_loss": "teachers' loss",

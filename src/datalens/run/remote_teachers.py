@@ -66,7 +66,7 @@ class Shown:
 
 
 class Order(enum.IntEnum):
-    """What rank 0 tells the others to do."""
+    """An order of rank 0 to the other ranks."""
 
     FIT = 1
     VOTE = 2

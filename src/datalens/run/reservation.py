@@ -1,4 +1,4 @@
-"""What a run will charge, and its reservation in the budget of the data set (`privacy/budget.py`)."""
+"""Computes what a run will charge, and reserves that in the budget of the data set (`privacy/budget.py`)."""
 
 import contextlib
 import fcntl

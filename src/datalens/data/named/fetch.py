@@ -60,7 +60,7 @@ def why(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One idx file, decompressed: gzip headers differ between sources, these bytes do not."""
+    """An idx file, with size and hash of its decompressed bytes: those of compressed files differ between sources."""
 
     name: str
     size: int

@@ -86,7 +86,7 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
 
 
 def split_folder(path: Path, split: str) -> Path:
-    """Return the folder of a split: where there is train/, and no folders but splits; else all is for training."""
+    """Return the folder of a split. Unless there is train/ beside other splits only, all is for training."""
     try:
         folders = _classes_of(path)
     except NotADirectoryError:

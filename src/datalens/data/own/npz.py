@@ -29,7 +29,7 @@ MAGIC = b"\x93NUMPY"  # how a file with a single array (.npy) begins
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of an array says about it."""
+    """Shape and type of an array, as its header states them."""
 
     shape: tuple[int, ...]
     dtype: "np.dtype[Any]"

@@ -29,7 +29,7 @@ TEST = ("test", "val", "valid", "validation")  # folders beside train/: the firs
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the user's own data is read: the values of the options with these names (`options.ReadingOptions`)."""
+    """The options by which the user's own data is read; names and meaning are those of `options.ReadingOptions`."""
 
     label: str | None = None
     classes: str | None = None
@@ -39,7 +39,7 @@ class Reading:
 
     @classmethod
     def of(cls, options: Any) -> "Reading":
-        """Read them from a command, or from the options that a run remembers (older runs have none of these)."""
+        """Return the options of a command, or those that a run remembers (older runs have none of these)."""
         known = options if isinstance(options, dict) else vars(options)
         for name in cls.__dataclass_fields__:
             if not isinstance(known.get(name), bool if name == "grayscale" else str) and known.get(name) is not None:

@@ -37,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Claim):
-    """A claim about a mechanism of another method than the default one."""
+    """A claim about the mechanism of a method other than the default one."""
 
     accountant: ClassVar[AccountantName] = ACCOUNTANT
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -82,8 +82,7 @@ def _embedding(question: Question, *, weaker: float = 1.0, counts_in_the_clear: 
         delta=question.delta,
         accountant=ACCOUNTANT,
     )
-    _, settings = make_plan(options, SCHEMA)
-    assert isinstance(settings, dpmerf.DpmerfSettings)
+    settings = cast(dpmerf.DpmerfSettings, make_plan(options, SCHEMA)[1])
     fourier = Fourier(SCHEMA.shape, FREQUENCIES, seed=0)
     slope = np.broadcast_to(np.arange(SIDE, dtype=np.uint8) * 30, (SIDE, SIDE))
     images = np.stack([slope, slope.T, 255 - slope])[..., None]

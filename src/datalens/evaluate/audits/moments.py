@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -172,8 +172,7 @@ class Question(Claim):
     def settings(self, law: NoiseLaw) -> MomentSettings:
         """Return the settings of a run, for rows of a few coordinates."""
         options = TrainOptions(data="audit", out=Path("nowhere"), epsilon=self.epsilon, delta=self.delta)
-        _, settings = make_plan(options, SCHEMA)
-        assert isinstance(settings, MomentSettings)
+        settings = cast(MomentSettings, make_plan(options, SCHEMA)[1])
         return dataclasses.replace(settings, coordinates=WIDTH, texture=WIDTH, noise=law)
 
 

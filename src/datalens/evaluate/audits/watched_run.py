@@ -32,7 +32,6 @@ from datalens.privacy.released import Released
 from datalens.private.shares import Shares
 from datalens.private.teachers import Teachers
 from datalens.run.folder import Run
-from datalens.run.ranks import World
 from datalens.run.remote_teachers import Crowd, Fakes
 
 HERE = Place(device=torch.device("cpu"), folder=Path("nowhere"))
@@ -78,8 +77,8 @@ def make_setup(
         k=WIDTH,
     )
     budget, settings = make_plan(options, SCHEMA)
-    assert isinstance(settings, TopAggSettings)
-    return Setup(budget=budget, settings=dataclasses.replace(settings, teacher_steps_first=FIRST))
+    settings = dataclasses.replace(cast(TopAggSettings, settings), teacher_steps_first=FIRST)
+    return Setup(budget=budget, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ def watch(
         An observation for each step, and ε by the ledger.
     """
     s = setup.settings
-    crowd = method.make_crowd(actual, s, SCHEMA, world=World(), folder=Path("nowhere"))
+    crowd = method.make_crowd(actual, s, SCHEMA, HERE)
     watched = _Watched(crowd, setup, twins)
     run = _Run(schema=SCHEMA, ledger=Ledger.in_memory(setup.budget), journal=_Journal())
     method.learn(cast(Run, run), cast(Crowd, watched), s, mechanism=mechanism, device=torch.device("cpu"))
