@@ -35,8 +35,11 @@ def counted(number: int, thing: str) -> str:
 
 
 @contextmanager
-def bar(description: str, total: float | None) -> Iterator[tuple[Progress, TaskID]]:
-    """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`."""
+def bar(description: str, total: float | None, *, shown: bool = True) -> Iterator[tuple[Progress, TaskID]]:
+    """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`.
+
+    Only one can be shown at a time; `shown=False` is for work within other work that shows one.
+    """
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,7 +48,7 @@ def bar(description: str, total: float | None) -> Iterator[tuple[Progress, TaskI
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not (shown and console.is_terminal),
     )
     with progress:
         yield progress, progress.add_task(description, total=total)

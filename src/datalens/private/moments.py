@@ -98,6 +98,7 @@ class RecordRows:
         texture: Texture,
         folder: Path | None = None,
         memory: int = MEMORY,
+        shown: bool = True,
     ) -> "RecordRows":
         """Read the stream once and keep the rows of all records.
 
@@ -107,6 +108,7 @@ class RecordRows:
             texture: Computes the texture features.
             folder: Where the file of rows lies, if they need one; None: that of temporary files.
             memory: Bytes of rows that are kept in memory.
+            shown: Whether progress is shown.
         """
         schema = records.schema
         place: dict[str, Any] = {"capacity": schema.nominal_size, "limit": memory, "folder": folder}
@@ -117,7 +119,7 @@ class RecordRows:
         persons: list[np.ndarray] = []
         fingerprint = asked = 0
 
-        with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
+        with bar(f"reading {schema.name}", schema.nominal_size, shown=shown) as (progress, task):
 
             def everyone(index: np.ndarray, names: Iterable[bytes]) -> np.ndarray:
                 nonlocal asked

@@ -77,6 +77,7 @@ class HeldPart:
             texture=Texture(shape),
             folder=folder if folder.is_dir() else None,
             memory=0,
+            shown=False,
         )
 
     def facts(self) -> "Facts":
@@ -88,8 +89,8 @@ class HeldPart:
 class Facts:
     """What the driver knows of a part besides its sums. Private."""
 
-    count: int
-    fingerprint: int
+    count: int = field(repr=False)  # Dask writes arguments of tasks that fail to its log
+    fingerprint: int = field(repr=False)
     hashes: np.ndarray | None = field(default=None, repr=False)
 
 
@@ -224,7 +225,7 @@ class ClusterRows:
         import distributed
 
         last_seen = time.monotonic()
-        with bar(saying, len(futures)) as (progress, task):
+        with bar(saying, len(futures), shown=bool(saying)) as (progress, task):
             while True:
                 with contextlib.suppress(TimeoutError, distributed.CancelledError):
                     distributed.wait(futures, timeout=1)
