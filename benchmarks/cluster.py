@@ -2,7 +2,7 @@
 
 python -m benchmarks.cluster core [--side 64] [--channels 3] [--records 3000]
     seconds of one core for a million records: read (decoded from JPEG, features), and the eight sums.
-python -m benchmarks.cluster parts [--parts 50 200 1000]
+python -m benchmarks.cluster parts [--parts 50 1000]
     the default method on a cluster in this process, with ever more parts of ten records each: what a part costs the
     driver and its scheduler.
 python -m benchmarks.cluster table --seconds-per-million 700 --driver-seconds-per-part 0.05
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--channels", type=int, default=3)
     parser.add_argument("--records", type=int, default=3000)
-    parser.add_argument("--parts", type=int, nargs="+", default=[50, 200, 1000])
+    parser.add_argument("--parts", type=int, nargs="+", default=[50, 1000])
     parser.add_argument("--seconds-per-million", type=float)
     parser.add_argument("--driver-seconds-per-part", type=float)
     parser.add_argument("--part", type=int, default=100_000, help="records in a part")

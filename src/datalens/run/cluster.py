@@ -155,14 +155,11 @@ class ClusterRows:
         self._client, self._parts, self._releases = client, parts, 0
         schema, self._token = parts[0].schema, f"{time.time_ns():x}"
         self._empty = _no_rows(parts[0], coordinates)
-        self._held = [
-            client.submit(HeldPart, part, coordinates, key=f"datalens-part-{part.number}-{self._token}")
-            for part in parts
-        ]
-        read = [
-            client.submit(HeldPart.facts, held, key=f"datalens-facts-{part.number}-{self._token}")
-            for held, part in zip(self._held, parts, strict=True)
-        ]
+        # One graph for all parts: a message to the scheduler for each would take longer than all else here.
+        keys = [f"datalens-part-{part.number}-{self._token}" for part in parts]
+        self._held = client.map(HeldPart, parts, [coordinates] * len(parts), key=keys)
+        keys = [f"datalens-facts-{part.number}-{self._token}" for part in parts]
+        read = client.map(HeldPart.facts, self._held, key=keys)
         self._facts: list[Facts] = self._results(read, f"reading {schema.name}")
         self.count = sum(facts.count for facts in self._facts)
         self.fingerprint = sum(facts.fingerprint for facts in self._facts) % FINGERPRINT_MODULUS
@@ -193,19 +190,17 @@ class ClusterRows:
         key = f"{kind}-{self._releases}-{self._token}"
         # The arguments are a task of their own: they are sent to each worker once.
         sent = self._client.submit(_itself, ask, key=f"datalens-ask-{key}")
-        who_has = self._client.who_has(self._held)
-        level = [
-            self._client.submit(
+        level: list[Any] = []
+        for worker, numbers in self._holders().items():
+            level += self._client.map(
                 _sum,
-                held,
-                sent,
-                facts,
-                key=f"datalens-sum-{part.number}-{key}",
-                workers=list(who_has.get(held.key, ())) or None,  # which has the rows; another would read them again
-                allow_other_workers=bool(who_has.get(held.key)),
+                [self._held[number] for number in numbers],
+                [sent] * len(numbers),
+                [self._facts[number] for number in numbers],
+                key=[f"datalens-sum-{number}-{key}" for number in numbers],
+                workers=worker and [worker],  # which has the rows; another would read them again
+                allow_other_workers=worker is not None,
             )
-            for held, facts, part in zip(self._held, self._facts, self._parts, strict=True)
-        ]
         everything, height = list(level), 0
         while len(level) > 1:
             groups = [level[start : start + TOGETHER] for start in range(0, len(level), TOGETHER)]
@@ -219,6 +214,14 @@ class ClusterRows:
             return whole(joined, like=ask.of(self._empty), parts=len(self._parts), records=self.count)
         except ValueError as error:
             raise DatalensError(f"what the workers have summed is refused, and was not released: {error}") from None
+
+    def _holders(self) -> dict[str | None, list[int]]:
+        """Return the parts whose rows each worker has; None: those that no worker has any more."""
+        found: dict[str | None, list[int]] = {}
+        who_has = self._client.who_has(self._held)
+        for number, held in enumerate(self._held):
+            found.setdefault(next(iter(who_has.get(held.key, ())), None), []).append(number)
+        return found
 
     def _results(self, futures: list[Any], saying: str, watched: list[Any] | None = None) -> list[Any]:
         """Return the results of tasks; raise the error of the first of them that failed."""
@@ -239,7 +242,8 @@ class ClusterRows:
                         raise explained(future.exception()) from None
                     if future.status == "cancelled":  # "lost" is what a dead worker had: it is computed again
                         raise DatalensError(
-                            "the connection to the scheduler was lost; charges are kept: start it again, then --resume"
+                            f"the connection to the scheduler was lost ({future.key}); charges are kept: start it "
+                            "again, then --resume"
                         )
                 if self._client.scheduler_info(n_workers=-1)["workers"]:
                     last_seen = time.monotonic()
