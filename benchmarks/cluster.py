@@ -175,7 +175,9 @@ if __name__ == "__main__":
         lines = [parts(count) for count in arguments.parts]
         for line in lines:
             print(json.dumps(line), flush=True)
-        each = (lines[-1]["cpu_seconds"] - lines[0]["cpu_seconds"]) / (lines[-1]["parts"] - lines[0]["parts"])  # type: ignore[operator]
-        print(json.dumps({"cpu_seconds_of_a_part": round(each, 4), **describe(torch.device("cpu"))}), flush=True)
+        if len(lines) > 1:
+            more = lines[-1]["parts"] - lines[0]["parts"]  # type: ignore[operator]
+            each = (lines[-1]["cpu_seconds"] - lines[0]["cpu_seconds"]) / more  # type: ignore[operator]
+            print(json.dumps({"cpu_seconds_of_a_part": round(each, 4), **describe(torch.device("cpu"))}), flush=True)
     else:
         table(arguments.seconds_per_million, arguments.driver_seconds_per_part, arguments.part, arguments.cores)
