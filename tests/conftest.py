@@ -24,3 +24,11 @@ def _no_remembered_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datalens.evaluate.cache.folder", folder)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_lines_by_the_clock() -> Iterator[None]:
+    """How far a long command is, is said by the clock: what a test reads must not depend on the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datalens.progress.FIRST", 86400.0)
+        yield

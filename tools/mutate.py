@@ -70,7 +70,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "files.py": ("unit/test_files.py",),
     "privacy/journal.py": (
-        *("unit/test_journal.py", "unit/test_survivors.py", "unit/test_parts.py", "unit/test_wholeness.py"),
+        *("unit/test_journal.py", "unit/test_wholeness.py", "unit/test_folder.py", "unit/test_survivors.py"),
+        "unit/test_parts.py::test_the_journal_goes_by_part_and_twins_that_do_not_are_caught",
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
     ),
     "privacy/released.py": ("unit/test_mechanisms.py", "unit/test_journal.py"),
     "privacy/mechanisms.py": (
@@ -88,6 +90,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("unit/test_dpsgd.py", "unit/test_dpsgd_misuse.py", "unit/test_sgd_rules.py", "unit/test_watched_model.py"),
         "unit/test_mixing.py",
     ),
+    "gradients/rows.py": ("unit/test_row_engine.py",),
+    "bounded/whole_rows.py": ("unit/test_whole_rows.py",),
     "gradients/watching.py": ("unit/test_watched_model.py",),
     "gradients/mixing.py": ("unit/test_mixing.py", "unit/test_dpsgd_misuse.py"),
     "gradients/sampled_model.py": ("unit/test_dpsgd_misuse.py", "unit/test_dpsgd.py", "unit/test_watched_model.py"),
@@ -111,9 +115,21 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
     # The wiring: what a method releases, samples, draws and passes on.
     "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
-    "driver.py": (
-        *wired("datalens moments", "datalens topk-sign", "dpmerf"),
-        *("wiring/test_twins_released.py", "unit/test_hostile_files.py"),
+    "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
+    "job.py": ("unit/test_job.py",),
+    "run/folder.py": (
+        *("unit/test_wholeness.py", "unit/test_folder.py"),
+        "unit/test_ranks.py::test_any_number_of_ranks_reads_what_any_other_wrote",
+        "unit/test_ranks.py::test_files_of_two_steps_are_never_mixed",
+        *("unit/test_ranks.py::test_a_file_that_is_not_named", "unit/test_ranks.py::test_a_file_that_is_gone"),
+        "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said",
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
+    ),
+    "run/wholeness.py": (
+        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
+        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
+        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
     ),
     "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
     "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
@@ -239,6 +255,8 @@ def is_silent(node: ast.stmt) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Global | ast.Nonlocal):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return True
     aliases = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name)
     is_type = aliases and isinstance(node.targets[0], ast.Name) and re.match(r"[A-Z][a-z]", node.targets[0].id)  # type: ignore[union-attr]

@@ -3,7 +3,8 @@
     python tools/results.py
 
 The section of a table has the cells that were run, how many were not, their dates, the command, and the remarks in
-NAME.md next to its cells. `--check` fails if the page is not up to date.
+NAME.md next to its cells. `--check` fails if the page is not up to date. `--add FOLDER` first adds the cells of runs
+that `datalens reproduce --full --out FOLDER` made.
 """
 
 import sys
@@ -11,22 +12,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from datalens.reproduce import harness
+from datalens.reproduce import harness, shortfalls
 from datalens.reproduce.cells import Table
-from datalens.reproduce.kept import read_cells
+from datalens.reproduce.kept import keep_cell, read_cells
 
 RESULTS, PAGE = Path("docs/results"), Path("docs/results.md")
 HEAD = """# Results
+
+*For experts: figures beside the paper's. [evaluation.md](evaluation.md) says how to measure your own set.*
 
 Made by `python tools/results.py` from the cells in `docs/results/`, one JSON line each. Those of tables 1 to 5, 7 and
 12, figure 4, utility and ablation are runs, with settings, versions, ε, δ, relation, accountant and the hash of their
 certificate (runs themselves are not kept: a certificate is checked where its release lies). Where a cell says torch
 2.11 it was run on one NVIDIA H200, where it says 2.13, on two CPU cores; `datalens: not installed` is our source tree
-there. `datalens reproduce NAME --full --from docs/results` makes one table from them (not table6, table11 and runtime);
-without `--from`, what is missing is run. `datalens reproduce all --quick` runs a small, labelled version of
-everything but the rows of CelebA and Places365: 17 minutes on two cores (17 min 32 s on 2026-11-16, with the data sets
-at hand). Accuracies, scores and distances are measured on real data: not covered by ε. No setting was chosen on test
-data.
+there. `datalens reproduce NAME --full --from docs/results` makes one table from them; without
+`--from`, what is missing is run, and with `--stale` also what older code made. `datalens reproduce all --quick` runs a
+small, labelled version of everything but the rows of CelebA and Places365 (17 min 32 s on two cores on 2026-11-16, when
+it had four tables less). Accuracies, scores and distances are measured on real data: not covered by ε. No setting was
+chosen on test data.
 
 Elsewhere: what our default reaches, and how, in [utility.md](utility.md); DP-SGD (tables 8 to 11, figure 3) in
 [dpsgd.md](dpsgd.md); seconds per epoch (table 6, running time) in [benchmarks.md](benchmarks.md); Theorem 6 in
@@ -35,17 +38,28 @@ Elsewhere: what our default reaches, and how, in [utility.md](utility.md); DP-SG
 
 
 def page() -> str:
-    sections = [HEAD]
+    sections = [HEAD, short()]
     for name, table in harness.tables().items():
         sections.append(section(name, table))
     sections.append(figure2())
     return "\n".join(sections)
 
 
+def short() -> str:
+    return (
+        "## What falls short of the paper\n\n"
+        "Counted from the cells below by `reproduce/shortfalls.py`: figures that the paper prints, those that were "
+        "run, and those that are worse. A printed figure is of a best epoch, chosen on test data, and mostly of a best "
+        "setting; ours are of last epochs. Tables 8 to 11 in percent, 3 and 12 in Inception Scores and distances "
+        "(FID), all others in parts of the test images.\n\n"
+        + shortfalls.markdown(shortfalls.lines(harness.tables(), RESULTS))
+    )
+
+
 def section(name: str, table: Table) -> str:
     cells = table.cells(True)
     stored = read_cells(RESULTS / f"{table.kept_as or name}.jsonl")
-    results = {c.name: stored[c.name] for c in cells if stored.get(c.name, {}).get("options") == c.asked}
+    results = shortfalls.results_of(table, stored)
     lines = [f"## {table.title}", ""]
     if not results:
         return "\n".join([*lines, f"Not run yet: `datalens reproduce {name} --full`.", ""])
@@ -53,10 +67,12 @@ def section(name: str, table: Table) -> str:
     rows = table.rows(run, results)
     dates = sorted({result["date"] for result in results.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    old = sum(result["stale"] is not None for result in results.values())
     lines += [
-        f"`datalens reproduce {name} --full`, {when}; {len(run)} of {len(cells)} cells have been run.",
+        f"`datalens reproduce {name} --full`, {when}; {len(run)} of {len(cells)} cells have been run, {old} of them "
+        "stale.",
         "",
-        table.note(True),
+        table.said(True),
         "",
         table.markdown(rows),
     ]
@@ -84,7 +100,19 @@ def plots() -> None:
             (RESULTS / f"{name}.png").write_bytes(Path(made["plot"]).read_bytes())
 
 
+def add(folder: Path) -> None:
+    """Add the cells of full runs, FOLDER/NAME-full/cells.jsonl, to the kept ones."""
+    for path in sorted(folder.glob("*-full/cells.jsonl")):
+        name = path.parent.name.removesuffix("-full")
+        for cell, result in read_cells(path).items():
+            picture = {"picture": Path(result["picture"]).read_bytes()} if "picture" in result else {}
+            keep_cell(RESULTS / f"{name}.jsonl", cell, result | picture)
+        print(f"{path} → {RESULTS / f'{name}.jsonl'}")
+
+
 def main() -> None:
+    if "--add" in sys.argv:
+        add(Path(sys.argv[sys.argv.index("--add") + 1]))
     if "--check" in sys.argv:
         sys.exit(0 if PAGE.read_text(encoding="utf-8") == page() else f"{PAGE} is not up to date: {sys.argv[0]}")
     plots()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.errors import BudgetExceeded, DatalensError
+from datalens.files import write_atomically
 from datalens.job import Job, make_job
 from datalens.options import TrainOptions
 from datalens.plans.base import Method, Place, Settings
@@ -20,7 +21,7 @@ from datalens.plans.guidance import read_off_warnings, warnings
 from datalens.plans.registry import method_of
 from datalens.privacy.ledger import json_number
 from datalens.private.partition import check_enough
-from datalens.progress import say
+from datalens.progress import console, counted, say
 from datalens.run.folder import Run, read_config
 from datalens.run.places import check_vacant
 from datalens.run.reservation import begin, check_room, go_on
@@ -42,6 +43,7 @@ def train(
     given: set[str] | None = None,
     *,
     records: "Records | None" = None,
+    kept: str | None = None,
     method: Method | None = None,
 ) -> dict[str, Any]:
     """Train, or resume a run, and write its release.
@@ -52,6 +54,7 @@ def train(
             it is not known, and a run is resumed, epsilon, delta, relation and noise_seed must be those it was begun
             with.
         records: used instead of a file; `options.data` is then only a name.
+        kept: where the release is after this call, in words, if the caller deletes the run.
         method: used instead of the registered one, whose settings it has: a figure that watches the votes of a run.
 
     Returns:
@@ -78,13 +81,15 @@ def train(
         run = world.together(lambda: _open(options, job) if world.leads else None)
         if run is not None:
             stack.callback(run.close)
-        gathered = world.together(lambda: method.gather(_records(job), settings, place))  # before the run exists
+        gathered, skipped = world.together(lambda: _gathered(job, method, place))  # before the run exists
         job = dataclasses.replace(job, records=None)  # not needed any more, and may be large
         data = _whole(gathered, world)
         if not job.begun:
             run = world.together(lambda: _create(options, job, data) if world.leads else None)
             if run is not None:
                 stack.callback(run.close)
+        if run is not None and skipped:
+            _tell_skipped(run, skipped)
         world.together(lambda: _check_folder(options, job, data, wait=world.size > 1))
 
         if run is None:
@@ -103,11 +108,23 @@ def train(
         if world.size == 1:
             run.keep()
         _release(run, model)
-        say(_closing(run))
+        say(_closing(run, kept))
         return _facts(run, began)
 
 
 # --- messages and results ---------------------------------------------------------------------------------------------
+
+
+SKIPPED = "skipped.txt"  # in a run folder, for the owner: the files that --skip-unreadable left out
+
+
+def _tell_skipped(run: Run, names: list[str]) -> None:
+    """Count the unreadable files that were left out, for the owner; how many there are is private."""
+    write_atomically(
+        run.path / SKIPPED, "".join(f"{name}\n" for name in names).encode(errors="surrogateescape"), private=True
+    )
+    many = f"{counted(len(names), 'unreadable file')} left out" if console.is_terminal else "unreadable files left out"
+    say(f"{many}, listed in {run.path / SKIPPED}: for the owner only (the certificate does not say how many)")
 
 
 def _stamp(run: Run) -> str:
@@ -120,7 +137,7 @@ def _opening(run: Run) -> str:
     return f"{opening}; budget {budget.describe(budget.epsilon)}.{_stamp(run)}"
 
 
-def _closing(run: Run) -> str:
+def _closing(run: Run, kept: str | None) -> str:
     settings, steps, budget = run.settings, run.completed, run.ledger.budget
     planned, unit = settings.steps_planned, settings.step_name
     of_planned = "" if run.interrupted or steps == planned or unit != "steps" else f" of {planned}"
@@ -128,10 +145,10 @@ def _closing(run: Run) -> str:
     if lost is None:
         lost = 0 if settings.one_charge else len(run.ledger.events) - steps
     wasted = f" ({lost} more charged, and lost by an interruption)" if lost > 0 else ""
-    state = "interrupted; continue with --resume. So far:" if run.interrupted else "done:"
-    return (
-        f"{state} {steps}{of_planned} {unit}{wasted}, spent {budget.describe(run.ledger.spent())}.{_stamp(run)} "
-        f"Report: {run.path / 'release' / 'report.html'}"
+    resume = "continue with --resume" if kept is None else "only a run that was begun with out= can be continued"
+    state = f"interrupted; {resume}. So far:" if run.interrupted else "done:"
+    return f"{state} {steps}{of_planned} {unit}{wasted}, spent {budget.describe(run.ledger.spent())}.{_stamp(run)} " + (
+        kept or f"Report: {run.path / 'release' / 'report.html'}"
     )
 
 
@@ -198,6 +215,13 @@ def _held_out(job: Job) -> "Callable[[], Dataset]":
     """Return a function that reads the test split of a named data set, or of the user's own files."""
     data, folder, reading = job.options["data"], job.options.get("data_folder"), Reading.of(job.options)
     return lambda: formats.load(data, "test", folder=folder, reading=reading)
+
+
+def _gathered(job: Job, method: Method, place: Place) -> "tuple[Gathered, list[str]]":
+    """Return what training needs of the records, and the unreadable files that were left out: the same on all ranks."""
+    records = _records(job)
+    gathered = method.gather(records, job.settings, place)
+    return gathered, sorted(getattr(records, "skipped", ()))
 
 
 def _records(job: Job) -> "Records":

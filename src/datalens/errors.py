@@ -12,6 +12,14 @@ class DatalensError(Exception):
             self.exit_code = exit_code
 
 
+class UnreadableImage(DatalensError):
+    """A file cannot be read as an image, whatever the other files are: `--skip-unreadable` leaves it out."""
+
+
+class NoTestImages(DatalensError):
+    """The user's data has no test split."""
+
+
 class BudgetExceeded(DatalensError):
     """A release would cost more than is left of the privacy budget. It did not take place."""
 

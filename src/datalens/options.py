@@ -41,15 +41,20 @@ class ReadingOptions:
     """Options by which the user's own files are read (`data.own.reading.Reading`)."""
 
     label: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Column with the labels (default: label; in a folder of images, the folders). none: one class."""
+    """Column with the labels (default: label; in a folder of images, the folders). none: one class. Given several
+    times, the combinations of these columns are the classes."""
     classes: Annotated[str | None, arg(metavar="A,B,…|FILE", help_behavior_hint="")] = None
     """The classes, declared public (default: read off the data, with a warning)."""
+    class_names: Annotated[str | None, arg(metavar="0=A,1=B,…", help_behavior_hint="")] = None
+    """Names for the classes of the data. Without --classes this declares the classes, too."""
     image_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
     """Crop and resize images to 32, or HEIGHTxWIDTH; 8 to 128 (default: all have one size)."""
     grayscale: Annotated[bool, arg(help_behavior_hint="")] = False
     """Convert colour images to grey."""
     record_id: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
     """Column with the person of each image, to protect persons. Folder of images: prefix or folder."""
+    skip_unreadable: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Leave out files that cannot be read as images; the certificate says so, but not how many."""
 
 
 @dataclass(frozen=True, kw_only=True)

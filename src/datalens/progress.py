@@ -1,8 +1,15 @@
-"""Progress bars and messages for people, always on stderr."""
+"""Progress bars and messages for people, always on stderr.
+
+Where stderr is no terminal (logs, notebooks), a line every ten seconds stands for the bar.
+"""
 
 import functools
-from collections.abc import Iterator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -34,12 +41,97 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
+FIRST, EVERY = 2.0, 10.0  # seconds until the first line outside a terminal, and between lines
+LONG = 10.0  # seconds: what will take longer says how long
+
+
+class Ticking(Protocol):
+    """What `bar` yields: something that counts."""
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None: ...
+
+    def update(self, task_id: TaskID, *, completed: float) -> None: ...
+
+
+class Count:
+    """The count of a bar that is not shown, and what is said of it."""
+
+    def __init__(self, description: str, total: float | None, *, private: bool) -> None:
+        self.description, self.total, self.private, self.done = description, total, private, 0.0
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        self.done += advance
+
+    def update(self, task_id: TaskID, *, completed: float) -> None:
+        self.done = completed
+
+    def said(self, seconds: float) -> str:
+        """Return a line about what is done after so many seconds; "" if it will be over soon.
+
+        A private count, such as that of records read, is not in it: others read logs.
+        """
+        if self.private or not self.total or not self.done:
+            return f"{self.description}: {duration(seconds)} so far" if seconds >= LONG else ""
+        if self.done >= self.total:
+            return ""
+        left = seconds * max(self.total - self.done, 0) / self.done
+        if seconds + left < LONG:
+            return ""
+        return f"{self.description}: {self.done:.0f} of {self.total:.0f}, about {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in words: 20 s, 3 minutes, 1.5 hours."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
 @contextmanager
-def bar(description: str, total: float | None, *, shown: bool = True) -> Iterator[tuple[Progress, TaskID]]:
+def told(said: Callable[[float], str]) -> Iterator[None]:
+    """Say what `said` returns for the seconds so far, every ten seconds until the block ends; "" is not said.
+
+    It is for where stderr is no terminal. Of several ranks, the first one speaks.
+    """
+    if os.environ.get("RANK", "0") != "0" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        yield
+        return
+    over, began = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        wait = FIRST
+        while not over.wait(wait):
+            wait = EVERY
+            if line := said(time.monotonic() - began):
+                say(line)
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def bar(
+    description: str, total: float | None, *, private: bool = False, shown: bool = True
+) -> Iterator[tuple[Ticking, TaskID]]:
     """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`.
 
-    Only one can be shown at a time; `shown=False` is for work within other work that shows one.
+    Args:
+        private: whether the count says how many records there are, which logs must not.
+        shown: False for work within other work that shows a bar: only one can be shown at a time.
     """
+    if not shown:
+        yield Count(description, total, private=private), TaskID(0)
+        return
+    if not console.is_terminal:
+        count = Count(description, total, private=private)
+        with told(count.said):
+            yield count, TaskID(0)
+        return
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -48,7 +140,6 @@ def bar(description: str, total: float | None, *, shown: bool = True) -> Iterato
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not (shown and console.is_terminal),
     )
     with progress:
         yield progress, progress.add_task(description, total=total)

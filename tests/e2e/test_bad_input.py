@@ -26,7 +26,7 @@ def _nothing_takes_long(time_limit):
 
 
 TRAIN = {
-    "unknown data": (("--data", "nosuch"), 2, "unknown data set 'nosuch'"),
+    "unknown data": (("--data", "nosuch"), 2, "no named data set of that name"),
     "misspelt data": (("--data", "digit"), 2, "did you mean digits?"),
     "unknown preset": (("--preset", "nosuch"), 2, "default or quick"),
     "epsilon 0": (("--epsilon", 0), 2, "epsilon must be above 0"),
@@ -378,7 +378,7 @@ def test_sample(datalens, trained, tmp_path, monkeypatch, options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--data", "nosuch"), "unknown data set"),
+        (("--data", "nosuch"), "no named data set of that name"),
         (("--data", "digits", "--epochs", 0), "epochs"),
         (("--data", "digits", "--seeds", 0), "seed"),
         (("--data", "digits", "--count", 0), "--count"),

@@ -378,3 +378,11 @@ def test_storage_that_cannot_be_read(datalens, here, bucket, tmp_path, monkeypat
     line = refused(datalens, tmp_path, f"s3://somebody:{SECRET}@images/part-0.parquet", *asked)
     assert "credentials in it" in line and SECRET not in line
     assert "cannot be read here" in refused(datalens, tmp_path, "nosuch://images/part-0.parquet", *asked)
+
+
+def test_classes_that_are_renamed(datalens, data, here, tmp_path) -> None:
+    asked = ("--class-names", "a=cat,b=dog")
+    one = trained(datalens, tmp_path / "one", data, *asked)
+    assert trained(datalens, tmp_path / "many", data, *asked, "--engine", "dask", "--scheduler", here) == one
+    line = refused(datalens, tmp_path / "x", data, "--skip-unreadable", "--engine", "dask", "--scheduler", here)
+    assert "--skip-unreadable is for one process" in line

@@ -54,7 +54,7 @@ def test_python_runs_from_top_to_bottom(
     for kind, said, text in blocks(page):
         if kind == "python" and not said:
             exec(compile(text, str(page), "exec"), space)
-        elif page.name in RUN_WHOLE:
+        elif kind == "sh" and page.name in RUN_WHOLE:
             for words in commands(text):
                 datalens(*words).succeeded()
     AFTER.get(page.name, lambda space, said, folder: None)(space, capsys.readouterr().out, tmp_path)
@@ -71,7 +71,7 @@ def one_image_of_each(path: Path) -> None:
 
 def after_python(space: dict[str, Any], said: str, folder: Path) -> None:
     assert "(1, 1e-05)-differentially private" in said and "torch.Size([784])" in said
-    assert space["arrays"]["images"].shape == (1000, 8, 8) and len(space["table"]) == len(space["rows"]) == 1000
+    assert space["arrays"]["images"].shape == (1000, 8, 8, 1) and len(space["table"]) == len(space["rows"]) == 1000
     assert set(space["only"].labels) == {3, 5}
     images, labels = next(iter(space["batches"]))
     assert images.shape == (64, 1, 8, 8) and labels.shape == (64,)
@@ -82,7 +82,7 @@ def after_dpsgd(space: dict[str, Any], said: str, folder: Path) -> None:
 
 
 def after_tutorial(space: dict[str, Any], said: str, folder: Path) -> None:
-    assert "(2000, 8, 8) (2000,) ['high' 'low' 'middle']" in said
+    assert "(2000, 8, 8, 1) (2000,) ['high' 'low' 'middle']" in said
     assert len(list((folder / "synthetic-folder").rglob("*.png"))) == 300
     assert (folder / "runs/scans/owner.html").is_file() and (folder / "runs/scans/release/report.html").is_file()
     assert (folder / "runs/scans/evaluation.json").is_file()
@@ -160,6 +160,26 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", re.sub(r"`[^`\n]*`", "", text)):
         assert "://" not in target or page.name == "README.md", f"{page.name}: {target}"
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests that a page names and that are not there."""
+    named = re.findall(r"`((?:unit|e2e|wiring|fuzz|statistical|golden)/\w+\.py)(?:::(\w+))?`", text)
+    gone = []
+    for file, name in named:
+        path = ROOT / "tests" / file
+        if not path.is_file() or (name and f"\ndef {name}(" not in path.read_text(encoding="utf-8")):
+            gone.append(f"{file}::{name}")
+    return gone
+
+
+def test_the_tests_that_guard_against_faults_are_there() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert text.count("::test_") > 70 and missing_tests(text) == []
+    assert missing_tests("`unit/test_ledger.py::test_nothing` `unit/test_none.py`") == [
+        "unit/test_ledger.py::test_nothing",
+        "unit/test_none.py::",
+    ]
 
 
 def test_the_stewards_table() -> None:

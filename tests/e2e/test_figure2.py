@@ -27,7 +27,7 @@ def small_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home.mkdir()
     monkeypatch.setenv("DATALENS_HOME", str(home))
     drowned = SMALL | {"beta": 0.5, "sigma": 100.0}
-    clear = SMALL | {"beta": 2.0, "sigma": 5.0, "epsilon": 1e4}  # no 40 teachers reach 80 votes: ḡ* = 0, almost surely
+    clear = SMALL | {"beta": 1.0, "sigma": 2.0, "epsilon": 1e5}  # 40 teachers do not all agree: ḡ* = 0, almost surely
     noisy = Panel(name="Digits, noisy", data="digits", options=drowned, how="tiny")
     missing = Panel(name="CelebA-Hair", data="celeba-hair", options=SMALL, how="tiny")
     quiet = Panel(name="Digits, clear", data="digits", options=clear, how="tiny")

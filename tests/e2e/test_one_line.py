@@ -33,8 +33,8 @@ TRAIN = ("train", "--data", "digits", "--out", "z")
         ),
         (("frobnicate",), "there is no command 'frobnicate': `datalens --help` lists them"),
         (("verify", "nope"), "nope does not exist: expected a folder made by `datalens train`"),
-        (("plan", "--data", "mnits", "--nominal-size", "5"), "unknown data set 'mnits' (did you mean mnist?)"),
-        (("evaluate", "a", "--data", "mnits", "--record-id", "prefix"), "unknown data set 'mnits'"),
+        (("plan", "--data", "mnits", "--nominal-size", "5"), "no named data set of that name (did you mean mnist?)"),
+        (("evaluate", "a", "--data", "mnits", "--record-id", "prefix"), "no named data set of that name"),
         (("train", "--out", "nowhere", "--resume"), "it does not exist; to begin one, leave out --resume"),
     ],
 )

@@ -64,7 +64,7 @@ def test_it_says_what_it_did(finished, datalens):
 def test_it_samples(finished, datalens, tmp_path):
     _, run, _ = finished
     datalens("sample", run, "--count", 20, "--out", tmp_path / "s.npz").succeeded()
-    assert np.load(tmp_path / "s.npz")["images"].shape == (20, 8, 8)
+    assert np.load(tmp_path / "s.npz")["images"].shape == (20, 8, 8, 1)
 
 
 @pytest.mark.parametrize("call", [1, 2])

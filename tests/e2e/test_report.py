@@ -45,7 +45,7 @@ def test_every_run_ends_in_a_page(trained):
     text = text_of(path)
     certificate = json.loads((trained / "release" / "certificate.json").read_text())
     assert certificate["statement"] in text
-    assert "Differentially private: ε = 1, δ = 1e-05 for one image present or absent (add-remove)" in text
+    assert "Strong protection: ε = 1 (δ = 1e-05, add-remove, exact accountant)" in text
     for words in (*certificate["not_covered"], *certificate["declared_public"], certificate["chain"]):
         assert words in text
     assert "the odds move by a factor of at most e ε = 2.719" in text

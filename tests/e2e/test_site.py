@@ -78,6 +78,15 @@ def test_nothing_is_fetched(site: Path) -> None:
         ]
 
 
+def test_the_search_works_from_disk(site: Path) -> None:
+    """A page that is opened from disk may not fetch the index, nor start a worker: both are scripts instead."""
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index = ") and "Ten minutes with your own folder" in index
+    text = (site / "tutorial.html").read_text(encoding="utf-8")
+    assert '<script src="javascripts/iframe-worker.js">' in text
+    assert "IFrameWorker" in (site / "javascripts" / "iframe-worker.js").read_text(encoding="utf-8")
+
+
 def test_a_page_that_fetches_would_be_found() -> None:
     loads = Loads()
     loads.feed(

@@ -67,9 +67,11 @@ def build(
     budget: Budget = BUDGET,
     noise: NoiseSource | IntegerNoise | None = None,
     sigma: float | None = None,
+    shares: Literal["hashed", "balanced"] = "hashed",
 ) -> Path:
     """A run's ledger, and the release of an untrained generator."""
     made = planned("discrete-gaussian" if isinstance(noise, ExactNoise) else "gaussian")
+    made = dataclasses.replace(made, shares=shares)
     noise = noise or SecureNoise()
     ledger = Ledger.create(run / "ledger.jsonl", budget)
     sigma = made.sigma if sigma is None else sigma
@@ -594,7 +596,7 @@ def test_the_report_rounds_the_same_way(tmp_path: Path, epsilon: float) -> None:
     budget = dataclasses.replace(BUDGET, epsilon=epsilon, delta=1.00049e-5)
     page = (build(tmp_path, budget=budget) / REPORT).read_text()
     text = " ".join(re.sub(r"<[^>]*>", "", page).split())
-    assert f"Differentially private: ε = {epsilon:g}, δ = 1.00049e-05" in text
+    assert f" protection: ε = {epsilon:g} (δ = 1.00049e-05" in text
     assert "δ = 1e-05" not in text
     assert ("hardly tell" in text) == (epsilon <= 0.5)
     factor = re.search(r"a factor of at most eε = ([0-9.e+]+),", text)
@@ -684,6 +686,16 @@ def test_what_a_release_of_the_first_version_does_not_state_is_said(release: Pat
     whole = found.budget.pricing().epsilon(planned_steps, found.budget.delta)
     assert found.spent == pytest.approx(whole)
     assert whole > found.budget.pricing().epsilon(found.charged, found.budget.delta)
+
+
+def test_replace_one_in_the_first_version_is_warned_about(tmp_path: Path) -> None:
+    """Version 0.1 took positions in a folder of images for fixed, and nothing in a release tells what its data was."""
+    replaced = dataclasses.replace(BUDGET, relation="replace-one")
+    release = build(tmp_path, budget=replaced, shares="balanced")
+    assert check_release(release).notes == ()  # folders are refused now
+    as_version_2(release)
+    found = check_release(release)
+    assert any("if it was such a folder, the certificate does not hold" in note for note in found.notes)
 
 
 def test_a_new_certificate_must_state_the_steps(release: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.utils.data import DataLoader, TensorDataset
 
 from datalens.errors import DatalensError
+from datalens.gradients import mixing
 from datalens.gradients.optimizer import PrivateOptimizer, make_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:SyncBatchNorm")
@@ -103,7 +104,10 @@ class Turned(nn.Module):
         (Turned(), "a step on 6"),
     ],
 )
-def test_rows_that_are_not_records_are_refused(model: nn.Module, said: str) -> None:
+def test_rows_that_are_not_records_are_refused(model: nn.Module, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DatalensError, match=r"gets .* rows for 7 records"):
+        private(model)
+    monkeypatch.setattr(mixing, "_turned", lambda *_: "")  # where it could not be tried: refused at the step
     made, optimizer, loader = private(model)
     x, y = next(batch for batch in loader if len(batch[0]) not in (0, 6))
     next(iter(loader))  # and a pass that was begun anew does not help

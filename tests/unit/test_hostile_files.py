@@ -176,6 +176,21 @@ def test_who_loses_the_race_for_out_reserves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["budget", "run"]  # and no lock is left
 
 
+def test_a_lock_whose_file_was_removed_is_taken_on_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who held it removes it. Whoever waited has a file that others do not see, and would not be alone."""
+    path, flock, taken = tmp_path / ".run.begin", reservation.fcntl.flock, list[int]()
+
+    def removed(file: Any, how: int) -> None:
+        flock(file, how)
+        if not taken:
+            path.unlink()
+        taken.append(how)
+
+    monkeypatch.setattr(reservation.fcntl, "flock", removed)
+    with reservation._locked(path) as lock:
+        assert len(taken) == 2 and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+
+
 def test_a_place_that_cannot_be_made(tmp_path: Path, data_budget: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):  # of which the command line makes one line

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from opacus import GradSampleModule
-from opacus.layers import DPMultiheadAttention
+from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn.utils.rnn import pad_sequence
@@ -30,7 +30,7 @@ RECORDS = TensorDataset(X, torch.arange(32) % 3)
 def private(model: nn.Module, records: Dataset[Any] = RECORDS, *, collate: Any = None, **asked: Any) -> Three:
     facts = {"epsilon": 2.0, "delta": 1e-3, "epochs": 10, "clip": 1.0, "accountant": "rdp-improved", "noise_seed": 0}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(records, batch_size=32, collate_fn=collate)
+    loader = DataLoader(records, batch_size=min(32, len(records)), collate_fn=collate)  # type: ignore[arg-type]
     return make_private(model, optimizer, loader, **{**facts, **asked})
 
 
@@ -361,3 +361,122 @@ def test_mixed_rows_move_the_sum_further_than_is_paid_for() -> None:
         return float((total(look, 21) - total(look, 20)).norm()) / compress.l2_bound
 
     assert moved(lambda x: x) <= 1 and moved(MIXING["mean"]) > 4 and moved(MIXING["place"]) <= 1
+
+
+# --- the first dimension of every layer is the records ----------------------------------------------------------------
+
+MOMENTS = 8  # of each record, and as many records
+
+
+class Turned(nn.Module):
+    """Mixes nothing, but puts time first: a row of gradients is of one moment of all records."""
+
+    def __init__(self, *, turned: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.each, self._turned = nn.Linear(6, 3), turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.each(x.transpose(0, 1)).mean(dim=0) if self._turned else self.each(x).mean(dim=1)
+
+
+class Placed(nn.Module):
+    """Learns a vector for every moment, which all records share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.head = nn.Embedding(MOMENTS, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.place(torch.arange(MOMENTS))).mean(dim=1))
+
+
+def moments() -> Tensor:
+    return torch.randn(MOMENTS, MOMENTS, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("make", "what"), [(Turned, r"each \(Linear\)"), (Placed, r"place \(Embedding\)")])
+def test_layers_whose_first_dimension_is_not_the_records_are_refused(
+    make: Callable[[], nn.Module], what: str, halves: bool
+) -> None:
+    x, model = moments(), make()
+    if halves:
+        x, model = x.bfloat16(), model.bfloat16()
+    records = TensorDataset(x, torch.arange(MOMENTS) % 3)
+    with pytest.raises(DatalensError, match=f"layer {what} gets {MOMENTS} rows for 7 records"):
+        private(model, records)
+
+
+def test_as_many_moments_as_rows_of_the_trial_hide_nothing() -> None:
+    x = moments()[:, :7]
+    with pytest.raises(DatalensError, match="gets 7 rows for 6 records"):
+        private(Turned(), TensorDataset(x, torch.arange(MOMENTS) % 3))
+
+
+def test_a_model_that_returns_its_loss_is_looked_at_too() -> None:
+    """It has no output with a row for each record, so whether it mixes them cannot be told."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Turned()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).square().sum()
+
+    with pytest.raises(DatalensError, match=f"layer inner.each .* gets {MOMENTS} rows for 7 records"):
+        private(Loss(), TensorDataset(moments(), torch.arange(MOMENTS) % 3))
+
+
+def test_a_model_that_needs_as_many_records_is_looked_at_as_far_as_that_goes() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if len(x) < 7:
+            raise ValueError("too few")
+        return x - x.mean(dim=0)
+
+    with pytest.raises(DatalensError, match="mixes records"):
+        private(Net(picky))
+
+
+def test_a_layer_that_does_not_learn_may_turn_its_input() -> None:
+    model = nn.Sequential(Turned(), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(moments(), torch.arange(MOMENTS) % 3), batch_size=MOMENTS)
+    make_private(model, optimizer, loader, epsilon=2.0, delta=1e-3, epochs=1, clip=1.0, accountant="rdp-improved")
+
+
+def test_recurrent_layers_are_let_through() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.look, self.head = DPLSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.look(x)[0].mean(dim=1))
+
+    made, optimizer, loader = private(Recurrent(), TensorDataset(moments(), torch.arange(MOMENTS) % 3))
+    learn(made, optimizer, *next(iter(loader)))
+    assert optimizer.taken == 1
+
+
+def test_rows_of_moments_move_the_sum_further_than_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the refusal is for: nothing else notices, where there are as many moments as records in a batch."""
+    compress, x = NormTopK(clip=1e-3), moments()
+    other = x.clone()
+    other[3] *= -50
+
+    def moved(turned: bool) -> float:
+        totals = []
+        for records in (x, other):
+            model = GradSampleModule(Turned(turned=turned))
+            F.cross_entropy(model(records), torch.arange(MOMENTS) % 3).backward()
+            totals.append(compress.sum([p.grad_sample for p in model.parameters()]).private_total)  # type: ignore[misc]
+        return float((totals[0] - totals[1]).norm()) / compress.l2_bound
+
+    assert moved(False) <= 2 < 3 < moved(True)  # a record that is replaced moves it by two bounds
+    monkeypatch.setattr(mixing, "_turned", lambda *_: "")
+    made, optimizer, loader = private(Turned(), TensorDataset(x, torch.arange(MOMENTS) % 3))
+    learn(made, optimizer, *next(iter(loader)))
+    assert optimizer.taken == 1

@@ -12,6 +12,7 @@ from datalens.pages import REPORT
 from datalens.released.certificate import CERTIFICATE, PAGE
 from datalens.released.release import load_classifier, sample
 from datalens.released.verification import check_release
+from tests.e2e.conftest import call
 
 OLD = Path(__file__).parents[1] / "fixtures" / "release-0.1.0"
 
@@ -29,6 +30,13 @@ def test_it_can_still_be_sampled_from() -> None:
     drawn = sample(OLD / "moments", count=20, seed=0)
     assert drawn.images.shape == (20, 8, 8, 1) and drawn.certificate["version"] == 2
     assert np.array_equal(drawn.images, sample(OLD / "moments", count=20, seed=0).images)
+
+
+def test_sampling_from_it_says_that_its_certificate_binds_less(tmp_path: Path) -> None:
+    said = call("sample", OLD / "moments", "--count", 20, "--out", tmp_path / "a.npz").succeeded().out
+    assert "of version 2, which binds less than version 3 does: `datalens verify`" in said
+    facts = call("sample", OLD / "moments", "--count", 20, "--out", tmp_path / "b.npz", "--json").succeeded().json
+    assert (facts["certificate_version"], facts["qualified"]) == (2, True)
 
 
 def test_a_classifier_can_still_be_loaded() -> None:

@@ -643,7 +643,9 @@ def test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused(tmp_path
         Run.open(tmp_path / "run")
 
 
-def test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = whole.begin(tmp_path / "run")
     two_stages(run)
     run.close()
@@ -651,6 +653,10 @@ def test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal(tmp_path:
     (folder / "release").mkdir()
     (folder / "checkpoints" / LATEST).unlink()
     Run.resume(folder).close()
+    with monkeypatch.context() as patch:  # what has learned is the second part, and of its steps nothing is left
+        patch.setattr(type(run.settings), "stepped", "refine")
+        with pytest.raises(DatalensError, match="neither a checkpoint nor a journal"):
+            Run.resume(folder)
     for path in (folder / "journal").iterdir():
         path.unlink()
     with pytest.raises(DatalensError, match="neither a checkpoint nor a journal"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from datalens.data.named import sources
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
-from datalens.methods.moments import NOTHING_ELSE, RELEASE_SHARES, SEEN, MomentSettings, check_moments
+from datalens.methods.moments import RELEASE_SHARES, WORDS, MomentSettings, check_moments
 from datalens.methods.topagg import TopAggSettings, preset
 from datalens.options import TrainOptions
 from datalens.plans.guidance import budget_warnings, warnings
@@ -229,6 +229,7 @@ def test_what_does_not_fit_is_refused_with_its_own_exit_code(options: dict[str, 
         ({"sigma": math.nan}, "--sigma"),
         ({"beta": math.inf}, "--beta"),
         ({"beta": -0.1}, "--beta"),
+        ({"beta": 1.01, "decode": "threshold"}, "--beta must be at most 1"),
         ({"clip": 0.0}, "--clip"),
         ({"clip": math.nan}, "--clip"),
         ({"basis": "pixel", "basis_size": 20, "network": "paper"}, "--basis dct"),
@@ -292,6 +293,10 @@ def test_values_that_belong_together_move_together() -> None:
     assert asked.k == 2
     _, pixels = plan(method="datalens-paper", teachers=100)
     assert pixels.beta == pytest.approx(0.75 * pixels.sigma / 100)
+    budget, none_passes = plan(method="datalens-paper", teachers=100)
+    assert any("not even unanimous votes" in line for line in none_passes.warnings(MNIST, budget))
+    budget, votes_pass = plan(method="datalens-paper")
+    assert not votes_pass.warnings(MNIST, budget)
     _, kept = plan(method="datalens-paper", teachers=100, beta=0.5)
     assert kept.beta == 0.5
     _, own = plan(OWN)
@@ -466,14 +471,13 @@ def test_warnings_of_shares_and_classes_that_are_too_small(options: dict, size: 
 
 
 def test_what_to_expect_gets_better_with_epsilon() -> None:
-    words = [said for _, said in SEEN]
     places = []
     for epsilon in (0.003, 0.05, 1.0, 10.0):
         budget, settings = make_plan(TrainOptions(data="mnist", out=Path("x"), epsilon=epsilon), MNIST)
-        counts, means = settings.expect(MNIST, budget)
-        assert "(about 6e+03 records)" in counts
-        places.append([*words, NOTHING_ELSE].index(means.split("; ", 1)[1]))
-    assert places == sorted(places, reverse=True) and places[0] == 3 and places[-1] == 0
+        same_size, usable_from, _ = settings.expect(MNIST, budget)
+        assert "(about 6000 records)" in same_size and "usable from about" in usable_from
+        places.append(next(place for place, words in enumerate(WORDS) if words in same_size))
+    assert places == sorted(places, reverse=True) and places[0] >= 3 and places[-1] == 0
     budget, votes = make_plan(TrainOptions(data="mnist", out=Path("x"), warm_start="off"), MNIST)
     assert votes.expect(MNIST, budget) == [
         "a vote exceeds two standard deviations of the noise where "

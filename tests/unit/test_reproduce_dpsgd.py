@@ -29,7 +29,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]
             "accuracy": 0.85, "averaged": 0.9 - 0.01 * sigma + 0.001 * seed, "epsilon_spent": str(setting.epsilon),
             "delta": 1e-5, "relation": "add-remove", "accountant": setting.accountant, "private": sigma > 0,
             "sigma": sigma, "steps": solved.steps, "extractor": "none", "seconds": 1.0, "date": "2026-11-16",
-            "certificate_sha256": f"{seed:064x}"[::-1],
+            "certificate_sha256": f"{seed:064x}"[::-1], "method_version": dpsgd_runs.version(),
         }  # fmt: skip
 
     monkeypatch.setattr(dpsgd_runs, "run", run)
@@ -118,6 +118,38 @@ def test_a_table_of_what_is_kept(pretended: list[Any], tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DatalensError, match="no trainings"):
         harness.reproduce("table8", full=True, out=tmp_path, device="cpu", stored=tmp_path / "none")
+
+
+def test_cells_seeds_and_stale_trainings_are_chosen(
+    pretended: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills the holes of Tables 8 to 11 and Figure 3 piece by piece: k = 0.6, ε = ∞, DPDL, ε = 1 of Table 10."""
+    how: dict[str, Any] = {"full": True, "out": tmp_path, "device": "cpu", "seeds": 2}
+    made = harness.reproduce("table8", only="mnist-eps0.3-norm0.6", **how)
+    shown = [row for row in made["rows"] if row["ours"] is not None]
+    assert [(row["row"], row["column"], row["seeds"]) for row in shown] == [("MNIST ε=0.3", "TopAgg norm k=0.6", 2)]
+    assert {(s.epsilon, s.k) for s, _ in pretended} == {(0.3, 0.6)}
+    harness.reproduce("table8", only="mnist-epsinf-*", **how)
+    assert {s.k for s, _ in pretended if s.epsilon == dpsgd.INF} == {0.6, 0.7, 0.8, 1.0}
+    harness.reproduce("figure3", only="cifar10-eps8-gm-dp-moments", **how)
+    assert {(s.data, s.epsilon) for s, _ in pretended if s.accountant == "moments"} == {("cifar10", 8.0)}
+    tens = harness.reproduce("table10", only="mnist-eps1-norm0.8", **how)["rows"]
+    assert {row["row"].split(",")[0] for row in tens if row["ours"] is not None} == {"MNIST ε=1"}
+    eleven = harness.reproduce("table11", only="mnist-eps0.2-*", **how)["rows"]
+    assert {row["row"] for row in eleven if row["ours"] is not None} == {"MNIST ε=0.2"}
+    with pytest.raises(DatalensError, match=r"fits no cell of table8, such as mnist-eps0\.05-norm0\.6"):
+        harness.reproduce("table8", only="mnist-eps0.4-*", **how)
+
+    before = len(pretended)
+    monkeypatch.setattr(dpsgd, "version", lambda: 99)
+    monkeypatch.setattr(dpsgd_runs, "version", lambda: 99)
+    stale = harness.reproduce("table8", only="mnist-eps0.3-norm0.6", **how)
+    assert len(pretended) == before
+    assert [row["marks"] for row in stale["rows"] if row["row"] == "MNIST ε=0.3" and row["ours"]] == [["stale"]]
+    assert "(2) (stale)" in Path(stale["markdown"]).read_text(encoding="utf-8")
+    fresh = harness.reproduce("table8", only="mnist-eps0.3-norm0.6", again=True, **how)
+    assert len(pretended) > before
+    assert [row["marks"] for row in fresh["rows"] if row["row"] == "MNIST ε=0.3" and row["ours"]] == [[]]
 
 
 def test_the_papers_tables_are_complete() -> None:

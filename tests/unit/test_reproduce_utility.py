@@ -210,7 +210,7 @@ def test_the_command(ran: list[dict[str, Any]], tmp_path: Path, capsys: pytest.C
         ("utility", "nowhere", "nowhere is not a folder"),
         ("table1", ".", "table1 needs none: leave it out"),
         ("runtime", ".", "runtime needs none: leave it out"),
-        ("table0", ".", "there is no 'table0'.*table1, table2.*utility, ablation, runtime"),
+        ("table0", ".", "there is no 'table0'.*table1, table2.*utility, ablation, authors, projection, steps, runtime"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, what: str, folder: str, expected: str) -> None:

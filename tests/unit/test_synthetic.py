@@ -82,7 +82,7 @@ def test_npz_can_be_read_with_numpy_alone(tmp_path: Path) -> None:
     save(grey, tmp_path / "grey.npz")
     save(colour, tmp_path / "colour.npz")
     with np.load(tmp_path / "grey.npz", allow_pickle=False) as arrays:
-        assert arrays["images"].shape == (12, 9, 7)
+        assert arrays["images"].shape == (12, 9, 7, 1)
         assert arrays["labels"].dtype == np.int64
         assert arrays["classes"].tolist() == list(grey.classes)
         assert arrays["certificate"].shape == ()

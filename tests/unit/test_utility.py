@@ -273,7 +273,14 @@ def test_utility(digits: Digits) -> None:
         "test",
         "accuracy_per_class",
         "confusion",
+        "accuracy_majority",
+        "accuracy_real_per_class",
+        "verdict",
     ]
+    assert report["accuracy_majority"] == np.bincount(digits.test_labels).max() / len(digits.test_labels)
+    shares = np.array(report["accuracy_real_per_class"])
+    weighted = (shares * np.bincount(digits.test_labels)).sum() / len(digits.test_labels)
+    assert weighted == pytest.approx(report["accuracy_real"])
     confusion = np.array(report["confusion"])
     assert confusion.sum(axis=1).tolist() == (2 * np.bincount(digits.test_labels)).tolist()  # rows: what they are
     assert np.trace(confusion) / confusion.sum() == pytest.approx(report["accuracy"])

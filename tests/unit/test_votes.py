@@ -260,7 +260,7 @@ def test_the_event_is_read_back_as_it_was_and_refuses_nonsense() -> None:
     assert laplace(scale=0.0).sigma == 0.0
     draws = LaplaceNoise(3.0, seed=0).integers(20_000)
     assert laplace(scale=3.0).sigma == pytest.approx(draws.std(), rel=0.03)
-    for changes in ({"scale": -1.0}, {"moved": 1.5}, {"row_unit": "record"}, {"relation": "none"}):
+    for changes in ({"scale": -1.0}, {"moved": 1.5}, {"row_unit": "ballot"}, {"relation": "none"}):
         with pytest.raises(TamperedError):
             laplace(**changes)
 

@@ -144,7 +144,15 @@ def test_no_noise_and_too_large_k() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"noise": "laplace"}, {"decode": "loudest"}, {"beta": math.nan}, {"beta": -1.0}, {"sigma": math.inf}]
+    "wrong",
+    [
+        {"noise": "laplace"},
+        {"decode": "loudest"},
+        {"beta": math.nan},
+        {"beta": -1.0},
+        {"beta": 1.01},
+        {"sigma": math.inf},
+    ],
 )
 def test_what_is_spelled_wrong_costs_nothing(wrong: dict[str, Any]) -> None:
     spent = ledger()

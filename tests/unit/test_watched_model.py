@@ -266,6 +266,45 @@ def test_what_load_state_dict_leaves_out_stays_watched() -> None:
         learn(model, optimizer, *next(iter(loader)))
 
 
+def test_weights_loaded_into_a_copy_excuse_no_change_of_the_model() -> None:
+    """A copy has the hooks of its original."""
+    keeper = Keeper(data_copy)
+    model, optimizer, loader = private(nn.Sequential(keeper, nn.Linear(6, 3)))
+    learn(model, optimizer, *next(iter(loader)))
+    copied = copy.deepcopy(model._module)
+    keeper.keeps = True
+    model(X)
+    keeper.keeps = False
+    copied.load_state_dict(copied.state_dict())
+    with pytest.raises(DatalensError, match=r"buffer 0\.kept of the model has changed"):
+        model.state_dict()
+
+
+def test_a_layer_is_watched_whatever_its_name() -> None:
+    keeper, model = Keeper(data_copy), nn.Sequential()
+    model.add_module("what it saw", keeper)
+    model.add_module("a head", nn.Linear(6, 3))
+    made, optimizer, loader = private(model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    learn(made, optimizer, *next(iter(loader)))
+    made._module.load_state_dict(weights)
+    learn(made, optimizer, *next(iter(loader)))
+    keeper.keeps = True
+    made(X)
+    with pytest.raises(DatalensError, match=r"buffer what it saw\.kept of the model has changed"):
+        keeper.state_dict()
+
+
+def test_a_trial_that_finds_another_shape_is_refused_in_a_line() -> None:
+    def longer(layer: Keeper, mean: Tensor) -> None:
+        layer.kept = torch.cat([mean, mean])
+
+    keeper = Keeper(longer)
+    keeper.keeps = True
+    with pytest.raises(DatalensError, match=r"buffer 0\.kept of the model has changed"):
+        private(nn.Sequential(keeper, nn.Linear(6, 3)))
+
+
 def test_moved_to_another_type_it_is_another_model() -> None:
     model, _, _ = private(nn.Linear(6, 3))
     model._module.weight.data = model._module.weight.data.double()
@@ -277,6 +316,7 @@ def test_moved_to_another_type_it_is_another_model() -> None:
     "value",
     [
         torch.tensor([1 + 2j, 3j]),
+        torch.tensor([1 + 2j, 3j], dtype=torch.complex128),
         torch.tensor([True, False]),
         torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
         torch.tensor([[1, 2], [3, 4]])[:, 0],  # not contiguous
@@ -298,6 +338,7 @@ def test_buffers_of_all_kinds_are_watched(value: Tensor) -> None:
     assert watch.changed() == "buffer value"
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_cannot_be_watched_is_refused() -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -309,6 +350,10 @@ def test_what_cannot_be_watched_is_refused() -> None:
     sparse[1].register_buffer("table", torch.eye(3).to_sparse())
     with pytest.raises(DatalensError, match=r"buffer 1\.table cannot be watched"):
         StateWatch(sparse)
+    rounded = nn.Module()
+    rounded.register_buffer("table", torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8))
+    with pytest.raises(DatalensError, match=r"buffer table cannot be watched"):
+        StateWatch(rounded)
     with pytest.raises(DatalensError, match=r"parameter weight cannot be watched"):
         StateWatch(nn.LazyLinear(3))
 

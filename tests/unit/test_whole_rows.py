@@ -63,6 +63,46 @@ def test_a_twin_that_measures_naively_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert longest(WholeRows(softening=1e-9), wide) > GRID
 
 
+def test_the_constants_leave_room_for_what_rounding_does() -> None:
+    """Sums of rows are whole numbers that float32 has, and no norm is measured shorter than the margin allows for."""
+    assert MOST_TOGETHER * GRID <= 2**24
+    too_short = whole_rows.TOGETHER * 2.0**-24 / 2  # of a norm: the squares lose twice that
+    scaled = 3 * 2.0**-24  # the factor, its product with a number, and the root that was measured
+    assert 2 * (too_short + scaled) < 1 - whole_rows.LESS
+
+
+def test_few_squares_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many numbers a row has: the margin is for that many."""
+    norm, added = torch.linalg.vector_norm, []
+
+    def seen(numbers: Tensor, dim: int) -> Tensor:
+        added.append(numbers.shape[dim])
+        return norm(numbers, dim=dim)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", seen)
+    total_of(WholeRows(softening=0.01), gradients(2))
+    assert len(added) == 2 * math.ceil(SIZE / whole_rows.COLUMNS) and max(added) <= whole_rows.TOGETHER
+
+
+def test_a_row_whose_squares_are_lost_is_not_made_longer_than_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares of numbers below 1e-19 are lost in float32, so such rows seem to have no length."""
+    tiny = [torch.full((1, SIZE), value) for value in (1e-15, 1e-18, 1e-19, 3e-20, 1e-22, 1e-26, 1e-40)]
+    least = whole_rows.LEAST_SOFTENING
+    assert all(longest(WholeRows(softening=least), row) <= GRID for row in tiny)
+    with pytest.raises(ValueError, match="softening must be at least 2\\^-40"):
+        WholeRows(softening=least / 2)
+    monkeypatch.setattr(whole_rows, "LEAST_SOFTENING", 0.0)  # the twin
+    assert max(longest(WholeRows(softening=1e-25), row) for row in tiny) > 10 * GRID
+
+
+def test_weights_and_gradients_that_do_not_fit_are_refused() -> None:
+    under_way = WholeSum(WholeRows(softening=0.01), 4, device=CPU)
+    for shape, weights in (((3, 4), (1,)), ((3, 4), (3, 1)), ((3, 3), (3,)), ((3, 8), (3,))):
+        with pytest.raises(ValueError, match="do not fit"):
+            under_way.add(torch.ones(shape), torch.ones(weights))
+    assert not total(under_way).any()
+
+
 def test_a_twin_that_rounds_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.ones(1, 10**6)  # a row of 524.2 in each
     assert longest(WholeRows(softening=1e-9), wide) <= GRID
@@ -127,8 +167,9 @@ def test_short_gradients_count_for_less_and_long_ones_alike() -> None:
     direction[0, 0] = 1.0
     for length, expected in ((1e-3, 1e-3 / 1.001), (1.0, 0.5), (1e6, 1.0)):
         assert float(total_of(rows, length * direction)[0]) / GRID == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    with pytest.raises(ValueError, match="softening must be above 0"):
-        WholeRows(softening=0.0)
+    for nothing in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="softening must be at least"):
+            WholeRows(softening=nothing)
 
 
 def test_a_public_scale_weighs_coordinates_before_rows_are_measured() -> None:
@@ -143,6 +184,7 @@ def test_a_public_scale_weighs_coordinates_before_rows_are_measured() -> None:
 def test_the_sum_for_the_gate() -> None:
     under_way = WholeSum(WholeRows(softening=0.01), SIZE, device=CPU)
     under_way.add(gradients(4), torch.ones(4))
+    assert under_way.bounded().row_unit == "record"
     found = under_way.bounded(unit="person")
     assert (found.private_total.dtype, found.private_total.shape) == (torch.int64, (1, SIZE))
     assert (found.l2_bound, found.diameter, found.row_unit, found.queries) == (GRID, 2 * GRID, "person", 1)

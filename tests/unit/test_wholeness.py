@@ -1,11 +1,14 @@
 """A run whose ledger was cut: whatever it has learned from must be in the ledger, or the run does not go on."""
 
+import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +19,12 @@ from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.plans.registry import make_plan
+from datalens.privacy.events import UnknownEvent
+from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import SecureNoise
+from datalens.privacy.released import Released
 from datalens.run.folder import LATEST, Alone, Run, load_tensors, save_tensors
 
 SCHEMA = Schema(name="tiny", height=4, width=4, channels=1, classes=("a", "b"), nominal_size=100)
@@ -192,6 +198,69 @@ def test_a_checkpoint_that_cannot_be_read_is_not_judged_here(interrupted: Path, 
     """It is refused where it is loaded, with what to do about it."""
     damage(interrupted / "checkpoints" / LATEST)
     Run.open(interrupted).close()
+
+
+def lost(run: Path, *, journaled: bool = False) -> Path:
+    """Take away the checkpoint; and leave the first step's value alone in the journal, or nothing."""
+    (run / "checkpoints" / LATEST).unlink()
+    for path in (run / "journal").glob("*.release"):
+        path.unlink()
+    if journaled:
+        ledger = Ledger.open(run / "ledger.jsonl")
+        first = ledger.events[0]
+        assert not isinstance(first, UnknownEvent)
+        Journal(run / "journal", ledger).save(Released(value=np.zeros((1, 4)), event=first, number=0))
+        ledger.close()
+    return run
+
+
+def test_a_run_that_has_lost_all_it_learned_does_not_replace_its_release(interrupted: Path) -> None:
+    (interrupted / "release").mkdir()
+    Run.resume(interrupted).close()  # there is a checkpoint
+    with pytest.raises(DatalensError, match="neither a checkpoint nor a journal"):
+        Run.resume(lost(interrupted))
+
+
+def test_a_run_without_its_checkpoint_goes_on_where_there_is_nothing_to_replace(interrupted: Path) -> None:
+    Run.resume(lost(interrupted)).close()
+
+
+def test_a_run_without_its_checkpoint_goes_on_from_its_journal(interrupted: Path) -> None:
+    (interrupted / "release").mkdir()
+    for path in (interrupted / "journal").glob("*.release"):
+        path.unlink()
+    Run.resume(interrupted).close()  # the checkpoint alone
+    Run.resume(lost(interrupted, journaled=True)).close()  # the journal alone, and of it the first step
+
+
+def test_a_run_without_a_budget_may_begin_again(tmp_path: Path) -> None:
+    """There is nothing that it could have less of."""
+    asked = dataclasses.replace(options(tmp_path / "run"), epsilon=math.inf)
+    budget, settings = make_plan(asked, SCHEMA)
+    run = Run.create(
+        tmp_path / "run",
+        options=asked.remembered(),
+        settings=settings,
+        budget=budget,
+        schema=SCHEMA,
+        data_sha256="0" * 64,
+    )
+    go_on(run, until=5)
+    run.close()
+    (tmp_path / "run" / "release").mkdir()
+    Run.resume(lost(tmp_path / "run")).close()
+
+
+def test_answers_are_counted_over_an_interruption(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    run.answered = 7
+    go_on(run, until=5)
+    run.close()
+    run = Run.open(tmp_path / "run")
+    assert run.answered is None
+    go_on(run, until=6)
+    assert run.answered == 7
+    run.close()
 
 
 def test_a_file_that_no_run_writes_is_not_taken_for_a_value(interrupted: Path) -> None:

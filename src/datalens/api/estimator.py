@@ -1,8 +1,11 @@
 """DataLens from Python, as an estimator in the style of scikit-learn: construct with plain values, `fit`, `sample`."""
 
+import contextlib
+import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -60,6 +63,36 @@ _OWN = ("epsilon", "delta", "method", "relation", "preset", "warm_start", "accou
 _ALSO = ("noise_seed", "tensorboard")
 
 
+# Options of the command line → what they are called here, where the name differs.
+_CALLED = {"count": "n", "class": "labels", "label": "labels", "record-id": "groups", "data": "name"}
+
+
+@contextlib.contextmanager
+def _in_python() -> Iterator[None]:
+    """Name the parameters of Python, instead of options of the command line, in errors."""
+    try:
+        yield
+    except DatalensError as error:
+        parts = str(error).split("`")  # between backquotes are commands, which stay as they are typed
+        parts[::2] = (re.sub(r"--([a-z][a-z-]*[a-z])", lambda found: _called(found[1]), part) for part in parts[::2])
+        said = "`".join(parts)
+        if said == str(error):
+            raise
+        raise type(error)(said, exit_code=error.exit_code) from None
+
+
+def _called(option: str) -> str:
+    name = _CALLED.get(option, option.replace("-", "_"))
+    known = {*signature(DataLens.__init__).parameters, *_CALLED.values(), "balanced"}
+    return f"{name}=" if name in known else f"options={{'{name}': …}}"
+
+
+_KEPT = (
+    "The release is kept with this model, and with its pickle; nothing else of the run is kept. Save it with "
+    "model.save('release')"
+)
+
+
 class DataLens(BaseEstimator):
     """Private labelled images in, synthetic ones out, with a differential-privacy certificate.
 
@@ -86,6 +119,7 @@ class DataLens(BaseEstimator):
         out: folder in which the private run is kept. If `fit` is interrupted, the next call continues the run there; it
             is refused if the run was begun with another `budget`, or without one.
         options: any other option of `datalens train`, such as `{"coordinates": 100}`.
+        class_names: names of the classes, such as `{0: "male", 1: "female"}`. Without `classes`, this declares them.
 
     Examples:
         >>> from sklearn.datasets import load_digits
@@ -122,6 +156,7 @@ class DataLens(BaseEstimator):
         group_name: str | None = None,
         out: Path_ | None = None,
         options: Mapping[str, Any] | None = None,
+        class_names: Mapping[Any, str] | None = None,
     ) -> None:
         self.epsilon = epsilon
         self.delta = delta
@@ -140,7 +175,9 @@ class DataLens(BaseEstimator):
         self.group_name = group_name
         self.out = out
         self.options = options
+        self.class_names = class_names
 
+    @_in_python()
     def fit(self, images: Any, labels: Any = None, *, groups: Any = None) -> "DataLens":
         """Train, and keep the release. The records are not kept.
 
@@ -168,19 +205,20 @@ class DataLens(BaseEstimator):
         if hasattr(self, "release_") and self.budget is None:
             warnings.warn(
                 "a second fit spends a second epsilon on records that are in both: budget= keeps count of the total",
-                stacklevel=2,
+                stacklevel=3,
             )
         if self.nominal_size is None and self.relation == "add-remove":
             warnings.warn(
                 f"the true number of {units} is declared public; under add-remove it is private: give a round figure "
                 "with nominal_size=",
-                stacklevel=2,
+                stacklevel=3,
             )
         records, values = records_and_classes(
             images,
             labels,
             nominal_size=self.nominal_size,
             classes=self.classes,
+            class_names=self.class_names,
             ids=groups,
             by_person=groups is not None,
             name=self.name,
@@ -190,14 +228,14 @@ class DataLens(BaseEstimator):
             warnings.warn(
                 "the labels that occur are declared public, and reveal a record that is the only one of its class: "
                 "declare the possible labels with classes=",
-                stacklevel=2,
+                stacklevel=3,
             )
         home = Scratch()  # private; deleted with the model or, if this process is killed, when the next one is made
         run = Path(home.name) / "run" if self.out is None else Path(self.out)
         asked = self._asked(run, group_name=self.group_name if groups is not None else None)
         given = {*_OWN, *(self.options or {}), "noise_seed"} - {"device"}
         given |= {name for name in ("budget", "record_id") if getattr(asked, name) is not None}
-        train(asked, given=given, records=records)
+        train(asked, given=given, records=records, kept=_KEPT if self.out is None else None)
         if self.out is None:  # keep the release only: the rest is private, and not wanted
             for path in run.iterdir():
                 if path.name != "release":
@@ -206,6 +244,7 @@ class DataLens(BaseEstimator):
         self.classes_ = np.array(values)
         return self
 
+    @_in_python()
     def sample(
         self,
         n: int = 10_000,
@@ -321,8 +360,38 @@ class DataLens(BaseEstimator):
 
     def _keep(self, release: Path, home: Scratch) -> None:
         self._home, self.release_ = home, release
+        self._files = {path.name: path.read_bytes() for path in sorted(release.iterdir())}
 
     def _release(self) -> Path:
+        """Return the folder of the release; one that was deleted (as temporary folders are) is written again."""
         if not hasattr(self, "release_"):
             raise DatalensError("this model has no release yet: call fit, or DataLens.load")
+        if not self.release_.is_dir():
+            self._restore()
         return self.release_
+
+    def _restore(self) -> None:
+        """Write the release from memory to a new temporary folder."""
+        self._home = Scratch()
+        self.release_ = Path(self._home.name) / "release"
+        self.release_.mkdir()
+        for name, content in self._files.items():
+            (self.release_ / name).write_bytes(content)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the parameters and, as bytes, the files of the release. (A path would not outlive this process.)"""
+        state = dict(super().__getstate__())
+        return {name: value for name, value in state.items() if name not in ("_home", "release_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled model. Its release is verified when it is used, as any other.
+
+        Raises:
+            DatalensError: the pickle has files that no release has.
+        """
+        super().__setstate__(state)
+        if not hasattr(self, "_files"):
+            return
+        if strange := [name for name in self._files if Path(name).name != name or name.startswith(".")]:
+            raise DatalensError(f"the pickled model has {strange[0]!r}, which is no file of a release: save it again")
+        self._restore()

@@ -100,8 +100,8 @@ def topagg(
     ):  # before anything is charged
         if value not in choices:
             raise DatalensError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-    if beta is not None and not 0 <= beta < math.inf:
-        raise DatalensError(f"beta must be a finite number, at least 0, not {beta:g}")
+    if beta is not None and not 0 <= beta <= 1:
+        raise DatalensError(f"beta must be from 0 to 1 (above 1 not even unanimous votes pass), not {beta:g}")
     values = torch.as_tensor(gradients).detach().to(torch.float32)
     single = values.dim() == 2
     values = values.unsqueeze(1) if single else values

@@ -74,37 +74,49 @@ class BoundedSum:
 
 @dataclass(frozen=True, kw_only=True)
 class VoteCounts(BoundedSum):
-    """The number of teachers that chose each answer, [queries, answers]. Made only by `count_ballots`.
+    """The number of units that chose each answer, [queries, answers]. Made only by `count_ballots`.
 
-    If a teacher's ballot changes, at most two counts per query change, by one each (that of the old answer and that of
-    the new one). So two possible ballots are at most √(2·queries) apart.
+    If a unit's ballot changes, at most two counts per query change, by one each (that of the old answer and that of
+    the new one). So two possible ballots are at most √(2·queries) apart. If a ballot appears or vanishes, at most one
+    count per query changes.
     """
+
+    @property
+    def moved(self) -> int:
+        """The most counts that differ between two possible ballots."""
+        return min(2 * self.queries, self.cells)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ballots:
-    """A chunk of ballots: to every query a teacher chooses one of the answers 0, 1, …, or none (−1)."""
+    """A chunk of ballots: to every query a unit chooses one of the answers 0, 1, …, or none (−1).
 
-    teachers: Tensor  # [chunk] the teachers' numbers
+    The units are teachers; or records or persons, where a ballot is one held-out record's (true class, guessed class).
+    """
+
+    teachers: Tensor  # [chunk] the units' numbers
     choices: Tensor = field(repr=False)  # [chunk, queries] integers
 
 
-def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
-    """Count the ballots, one per teacher. A choice outside 0 … `answers`−1 is not counted.
+def count_ballots(
+    chunks: Iterable[Ballots], *, answers: int, row_unit: Literal["teacher", "record", "person"] = "teacher"
+) -> VoteCounts:
+    """Count the ballots, one per unit. A choice outside 0 … `answers`−1 is not counted.
 
     Args:
         chunks: The ballots.
         answers: Number of possible answers to a query.
+        row_unit: Whose ballots these are.
 
     Raises:
-        ValueError: there are no ballots, or a teacher has several.
+        ValueError: there are no ballots, or a unit has several.
     """
     total: Tensor | None = None
     units: list[Tensor] = []
     for chunk in chunks:
         if chunk.teachers.shape != chunk.choices.shape[:1]:
             raise ValueError(
-                f"{len(chunk.choices)} ballots have {chunk.teachers.numel()} teachers: each must have exactly one"
+                f"{len(chunk.choices)} ballots have {chunk.teachers.numel()} {row_unit}s: each must have exactly one"
             )
         units.append(chunk.teachers)
         part = torch.stack([(chunk.choices == answer).sum(dim=0) for answer in range(answers)], dim=1)
@@ -115,7 +127,7 @@ def count_ballots(chunks: Iterable[Ballots], *, answers: int) -> VoteCounts:
         private_total=total.to(torch.int32),
         l2_bound=math.sqrt(len(total)),
         diameter=math.sqrt(2 * len(total)),
-        row_unit="teacher",
+        row_unit=row_unit,
         queries=len(total),
         units=_each_once(units),
     )

@@ -19,6 +19,9 @@ from datalens.bounded.contributions import BoundedSum
 GRID = 2**19  # a row's norm at most; a coordinate's, too
 MOST_TOGETHER = 32  # rows that are added in float32: 32 · 2^19 is 2^24, up to which its whole numbers are exact
 LESS = 1 - 2**-12  # of a row: more than rounding can shorten its measured length by (see `_squares`)
+# Squares below 2^-126 may count as 0 in float32, which shortens a row of 2^40 numbers by 2^-43 at most. The softening
+# is longer than that, so that a row which seems to have no length is not made longer than the grid.
+LEAST_SOFTENING = 2.0**-40
 COLUMNS, TOGETHER = 2**13, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
 
 
@@ -27,7 +30,8 @@ class WholeRows:
     """The rule by which a gradient r becomes a row of whole numbers: trunc(GRID · s∘r / (‖s∘r‖ + softening)).
 
     Attributes:
-        softening: Gradients much shorter than this count for less; all others are brought to one length.
+        softening: Gradients much shorter than this count for less; all others are brought to one length. At least
+            `LEAST_SOFTENING`.
         scale: [size] s, a public weight of every coordinate, or None for ones.
 
     | gradient | its row becomes |
@@ -40,8 +44,8 @@ class WholeRows:
     scale: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.softening < math.inf:
-            raise ValueError(f"softening must be above 0, and finite, not {self.softening}")
+        if not LEAST_SOFTENING <= self.softening < math.inf:
+            raise ValueError(f"softening must be at least 2^-40, and finite, not {self.softening}")
 
     @property
     def l2_bound(self) -> float:
@@ -70,6 +74,8 @@ class WholeSum:
         """
         if len(gradients) > MOST_TOGETHER:
             raise ValueError(f"at most {MOST_TOGETHER} rows are added together, not {len(gradients)}")
+        if gradients.shape != (len(weights), len(self._total)) or weights.dim() != 1:
+            raise ValueError(f"{list(weights.shape)} weights do not fit {list(gradients.shape)} gradients")
         if not bool(((weights == 0) | (weights == 1)).all()):
             raise ValueError("a weight is 0 or 1")
         squares = torch.zeros(len(gradients), dtype=torch.float64, device=gradients.device)

@@ -17,6 +17,8 @@ class Compare:
 
     runs: Positional[tuple[Path, ...]]
     """Run or release folders."""
+    published: bool = False
+    """Draw accuracies that others published, by classifiers of their own (docs/leaderboard.md), among ours."""
     out: Path = Path("compare.html")
     """The page."""
     json: Json = False
@@ -33,7 +35,7 @@ class Compare:
             raise DatalensError(f"{self.out} is in a release, but the page is for the owner only: choose another --out")
         names = compare.names_of(self.runs)
         entries = [compare.read(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)]
-        write_atomically(self.out, compare.page(entries), private=True)
+        write_atomically(self.out, compare.page(entries, published=self.published), private=True)
         fields = {
             "out": str(self.out),
             "for_the_owner_only": compare.measured(entries),

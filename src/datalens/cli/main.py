@@ -20,7 +20,7 @@ from datalens.cli.budget import DataBudgetCommand
 from datalens.cli.compare import Compare
 from datalens.cli.evaluate import Evaluate
 from datalens.cli.inspect import Inspect
-from datalens.cli.mistakes import check, no_command
+from datalens.cli.mistakes import check, joined_labels, no_command
 from datalens.cli.output import EXIT_INTERRUPTED
 from datalens.cli.plan import Plan
 from datalens.cli.report import Report
@@ -105,7 +105,7 @@ CONFIG = (
 
 def _parse(words: list[str]) -> Any:
     """Return the command, parsed with a parser for it alone: one for all commands takes half a second to build."""
-    verb, rest = words[0], words[1:]
+    verb, rest = words[0], joined_labels(words[1:])
     if verb not in COMMANDS:
         raise DatalensError(no_command(verb, COMMANDS))
     command, prog, method = COMMANDS[verb], f"datalens {verb}", ""

@@ -131,6 +131,21 @@ def check(command: type, words: list[str], prog: str, *, explain: Callable[[str]
         raise DatalensError(f"{prog} needs {' and '.join(missing)}; {help_shows}")
 
 
+def joined_labels(words: list[str]) -> list[str]:
+    """Return a command line in which `--label A --label B` is `--label A,B`: several columns make one label."""
+    given, rest = [], []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--label" and left and not left[0].startswith("--"):
+            given.append(left.pop(0))
+        elif word.startswith("--label="):
+            given.append(word.removeprefix("--label="))
+        else:
+            rest.append(word)
+    return words if len(given) < 2 else [*rest, "--label", ",".join(given)]
+
+
 def _check_value(argument: Argument, value: str, name: str) -> None:
     if problem := argument.problem(value):
         raise DatalensError(f"{name} {problem}")

@@ -1,5 +1,6 @@
 """`datalens plan`: what `datalens train` would do, and what it would cost."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from datalens.cli.output import show
 from datalens.cli.train import asked
 from datalens.errors import DatalensError
 from datalens.options import BudgetOptions, DataOptions, Json, MethodOptions, PriceOptions
+from datalens.progress import duration
 
 if TYPE_CHECKING:
     from datalens.public.theorem6 import Suggestion
@@ -19,13 +21,16 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
     Each method has options of its own: `datalens plan --method NAME --help`.
     """
 
+    details: bool = False
+    """Also show every release with its noise, and every setting."""
     json: Json = False
 
     def run(self, given: set[str]) -> int:
         from datalens.data import formats
         from datalens.data.own.reading import Reading
         from datalens.data.records import check_fixed_positions
-        from datalens.plans.guidance import read_off_warnings, warnings
+        from datalens.evaluate.inspection import OWNER_ONLY, judged_files
+        from datalens.plans.guidance import read_off_warnings, warnings, worth
         from datalens.plans.registry import make_plan
         from datalens.privacy.ledger import json_number
 
@@ -41,26 +46,36 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         expected = settings.expect(schema, budget)
         warned = warnings(budget, schema, settings) + read_off_warnings(schema)
         suggested, seconds = settings.suggestion(), settings.seconds(schema)
+        judged = [] if records is None else judged_files(settings, schema, budget, records)
+        stamp = "" if math.isfinite(budget.epsilon) else " NOT PRIVATE: no noise, and no guarantee."
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}.",
-            f"read from the data: {'nothing' if records is None else formats.looked_at(records)}.",
-            f"budget: {budget.describe(budget.epsilon)}",
-            *([] if seconds is None else [f"time: {_duration(seconds)} on this CPU, by a timed step on random images"]),
             *(f"expect: {line}" for line in expected),
-            "",
-            f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} {'noise/signal':>13}",
-            *(
-                f"{part['release']:24} {part['share']:13.1%} {part['cells']:9} {part['sensitivity']:12.6g} "
-                f"{part['sigma']:12.6g} {part['noise_to_signal']:13.2g}"
-                for part in parts
-            ),
-            "",
-            f"noise/signal: {settings.signal}",
-            "",
-            *(f"{name} = {value}" for name, value in settings.as_dict().items()),
-            *(["", _advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
+            f"cost: {budget.describe(budget.epsilon)}, for one {schema.record_unit}.{stamp} {worth(budget.epsilon)}",
+            *([] if seconds is None else [f"time: about {duration(seconds)} on this CPU, by a timed part"]),
+            *(judged and [f"THIS PART IS {OWNER_ONLY}:", *(f"  {line}" for line in judged)]),
+            *([_advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
             *(f"warning: {line}" for line in warned),
+            f"read from the data: {'nothing' if records is None else formats.looked_at(records)}.",
         ]
+        lines += (
+            ["--details shows every release with its noise, and every setting."]
+            if not self.details
+            else [
+                "",
+                f"{'release':24} {'of the budget':>13} {'cells':>9} {'sensitivity':>12} {'sigma':>12} "
+                f"{'noise/signal':>13}",
+                *(
+                    f"{part['release']:24} {part['share']:13.1%} {part['cells']:9} {part['sensitivity']:12.6g} "
+                    f"{part['sigma']:12.6g} {part['noise_to_signal']:13.2g}"
+                    for part in parts
+                ),
+                "",
+                f"noise/signal: {settings.signal}",
+                "",
+                *(f"{name} = {value}" for name, value in settings.as_dict().items()),
+            ]
+        )
         parts = [{n: json_number(v) if isinstance(v, float) else v for n, v in part.items()} for part in parts]
         fields: dict[str, Any] = {"budget": budget.as_dict(), "settings": settings.as_dict(), "parts": parts}
         fields |= {"public": schema.as_dict(), "expect": expected, "warnings": warned}
@@ -68,15 +83,10 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
             fields["suggested"] = suggested.as_dict()
         if seconds is not None:
             fields["seconds"] = round(seconds, 1)
+        if judged:
+            fields["for_the_owner_only"] = {"classes": judged, "note": OWNER_ONLY}
         show(fields, lines, json=self.json)
         return 0
-
-
-def _duration(seconds: float) -> str:
-    """Return about how long this is, in words."""
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {round(seconds / 60)} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def _advice(best: "Suggestion", k: int) -> str:

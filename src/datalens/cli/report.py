@@ -25,6 +25,7 @@ class Report:
     def __call__(self) -> int:
         from datalens.evaluate import owner_report
         from datalens.pages import OWNER, REPORT, check_may_replace
+        from datalens.plans.guidance import grade
         from datalens.released import report
         from datalens.released.verification import check_release
 
@@ -39,7 +40,9 @@ class Report:
             raise DatalensError(f"the certificate of {self.run} does not stand: see `datalens verify {self.run}`")
         write_atomically(target, report.page(release))
         fields = {"report": str(target), "owner": None, "private": verification.private}
-        lines = [f"{target}: {'may be handed on' if verification.private else 'NOT PRIVATE, do not hand on'}"]
+        weak = grade(verification.budget.epsilon) == "weak"
+        may = "may be handed on, but its guarantee is weak: read its first box" if weak else "may be handed on"
+        lines = [f"{target}: {may if verification.private else 'NOT PRIVATE, do not hand on'}"]
         if (self.run / "config.json").is_file():
             owner = self.run / OWNER
             write_atomically(owner, owner_report.page(self.run), private=True)

@@ -27,10 +27,17 @@ class Reproduce:
     """Folder of CelebA or Places365, or with folders celeba, places365 and scenes in it. Without it, their rows are not
     run."""
     cells: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
-    """Run only cells whose names match, such as 'mnist-eps1-*'; of the others, finished ones are shown."""
+    """Run only cells whose names match, such as 'mnist-eps1-*' (tables 8-11: 'mnist-eps0.3-norm0.6'); of the others,
+    finished ones are shown."""
     from_: Annotated[Path | None, arg(name="from", metavar="FOLDER", help_behavior_hint="")] = None
     """Run nothing, and make the table from the cells in FOLDER/NAME.jsonl (for table 3: table12; for tables 8-11 and
     figure3: dpsgd), such as those in docs/results."""
+    stale: bool = False
+    """Run kept cells again that older code made; otherwise they are shown, and marked."""
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10)")] = None
+    """Number of seeds of each training of tables 8 to 11 and figure3."""
+    small: bool = False
+    """dpimagebench: score by our small network in place of its three, which need a GPU."""
     out: Path = Path("runs/reproduce")
     """Folder for runs and results."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -48,10 +55,15 @@ class Reproduce:
             return 0
         how: dict[str, Any] = {"full": self.full, "out": self.out, "device": self.device}
         if self.what == "all":
-            if self.cells or self.from_:
-                raise DatalensError("--cells and --from are for a single table: leave them out, or name the table")
+            if self.cells or self.from_ or self.stale or self.seeds:
+                raise DatalensError(
+                    "--cells, --from, --stale and --seeds are for a single table: leave them out, or name the table"
+                )
             return self._all(how)
-        how |= {"data_folder": self.data_folder, "only": self.cells, "stored": self.from_}
+        how |= {"data_folder": self.data_folder, "only": self.cells, "stored": self.from_, "again": self.stale}
+        how |= {"seeds": self.seeds, "small": self.small}
+        if self.stale and self.from_:
+            raise DatalensError("--from runs nothing: leave out --stale, or --from")
         result = harness.reproduce(self.what, **how)
         show(result, [Path(result["markdown"]).read_text(encoding="utf-8")], json=self.json)
         return 0

@@ -36,11 +36,11 @@ class Sample:
 
     def __call__(self) -> int:
         from datalens.driver import choose_device
-        from datalens.released.release import sample
+        from datalens.released import certificate, release
         from datalens.released.synthetic import check_target, save
 
         check_target(self.out, force=self.force)  # before the images are drawn
-        dataset = sample(
+        dataset = release.sample(
             release_of(self.run),
             count=self.count,
             seed=self.seed,
@@ -49,13 +49,21 @@ class Sample:
             device=choose_device(self.device),
         )
         save(dataset, self.out, force=self.force)
-        certificate = dataset.certificate
-        fields = {"out": str(self.out), "count": len(dataset.images), "private": certificate["private"]}
-        budget = certificate.get("budget")
+        stated = dataset.certificate
+        fields = {"out": str(self.out), "count": len(dataset.images), "private": stated["private"]}
+        budget = stated.get("budget")
         budget = budget if isinstance(budget, dict) else {}  # `verify` reports what is wrong with it
         fields |= {name: budget.get(name) for name in ("epsilon", "delta")}
-        fields |= {"relation": certificate.get("relation"), "accountant": certificate.get("accountant")}
-        fields |= {"unit": certificate.get("privacy_unit")}
-        fields["statement"] = statement = certificate["statement"]
-        show(fields, [f"{len(dataset.images)} images in {self.out}. {statement}"], json=self.json)
+        fields |= {"relation": stated.get("relation"), "accountant": stated.get("accountant")}
+        fields |= {"unit": stated.get("privacy_unit")}
+        fields["statement"] = statement = stated["statement"]
+        version, newest = stated["version"], certificate.VERSION
+        fields |= {"certificate_version": version, "qualified": version < newest}
+        lines = [f"{len(dataset.images)} images in {self.out}. {statement}"]
+        if version < newest:
+            lines.append(
+                f"The certificate is of version {version}, which binds less than version {newest} does: `datalens "
+                "verify` says for what you have only the owner's word"
+            )
+        show(fields, lines, json=self.json)
         return 0

@@ -196,7 +196,9 @@ def accuracy_said(result: dict[str, Any], *, shown: bool) -> tuple[dict[str, Any
     if result["accuracy"] is None:
         return result, f"{what}: unknown, since there is no test split"
     if shown:
-        return result, f"{what}, for the owner only (no epsilon covers it): {result['accuracy']:.4f}"
+        majority = result.get("accuracy_majority")
+        beside = "" if majority is None else f" (always guessing the largest class: {majority:.4f})"
+        return result, f"{what}, for the owner only (no epsilon covers it): {result['accuracy']:.4f}{beside}"
     where = f"{result['run']}/metrics.jsonl"
     line = f"{what}: for the owner only, in {where} (--show-accuracy prints it)"
-    return {**result, "accuracy": None, "accuracy_for_the_owner": where}, line
+    return {**result, "accuracy": None, "accuracy_majority": None, "accuracy_for_the_owner": where}, line

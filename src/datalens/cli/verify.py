@@ -23,10 +23,13 @@ class Verify:
     """Draw this file of `datalens sample` again, too, and check that the generator makes the same images."""
     require_version: int | None = None
     """Refuse certificates of earlier versions. From 3 on, weights state what they were learned from."""
+    details: bool = False
+    """Also show what other accountants make of the same ledger."""
     json: Json = False
 
     def __call__(self) -> int:
         from datalens.privacy.ledger import json_number, upwards
+        from datalens.released import publication
         from datalens.released.certificate import LEDGER
         from datalens.released.verification import check_release
 
@@ -36,8 +39,10 @@ class Verify:
         except (TamperedError, UnpriceableEvent) as error:
             show({"ok": False, "problems": [str(error)]}, [f"the certificate does NOT stand: {error}"], json=self.json)
             return EXIT_REFUSED
-        problems, prices = list(verification.problems), verification.spent_by()
+        problems = list(verification.problems)
+        prices = verification.spent_by() if self.details or self.json else {}
         certificate, budget = verification.certificate, verification.budget
+        published = certificate.get(publication.FIELD)
         run_ledger = self.run / LEDGER
         if release != self.run and run_ledger.is_file() and run_ledger.read_bytes() != (release / LEDGER).read_bytes():
             longer = run_ledger.read_bytes().startswith((release / LEDGER).read_bytes())
@@ -71,6 +76,7 @@ class Verify:
             "private": verification.private,
             "problems": problems,
             "not_stated": list(verification.notes),
+            "published_accuracy": published,
             "signature": signature,
             "samples": None if self.samples is None else str(self.samples),
             "warnings": list(verification.warnings),
@@ -87,10 +93,13 @@ class Verify:
         lines.append(f"  The privacy unit is {verification.unit}.")
         if self.samples is not None and not problems:
             lines.append(f"  {self.samples} is what its generator draws.")
+        if published is not None and not problems:
+            lines += [f"  {line}." for line in publication.said(published)]
         lines.append(f"  Signature: {signature}.")
         lines += [f"  not stated: {line}" for line in verification.notes]
         lines += [f"  warning: {line}" for line in verification.warnings]
-        lines.append("  The same ledger by the other accountants:")
+        if self.details:
+            lines += OTHERS
         for name, price in prices.items():
             if name != budget.accountant:
                 other = dataclasses.replace(budget, accountant=name)
@@ -98,6 +107,12 @@ class Verify:
                 lines.append(f"    {text}")
         show(fields, lines, json=self.json)
         return EXIT_REFUSED if problems else 0
+
+
+OTHERS = (
+    "  For comparison, the same ledger by other accountants. Each is another proof about the same noise, and all hold",
+    "  at once, so the guarantee is the one above. A larger figure comes from a looser proof, and breaks nothing:",
+)
 
 
 def _too_old(version: object, wanted: int | None) -> list[str]:

@@ -1,6 +1,7 @@
 """Open what --data names: a named data set, or the user's own file or folder (docs/data.md)."""
 
 import dataclasses
+import difflib
 import os
 import re
 from pathlib import Path
@@ -113,8 +114,17 @@ def schema_and_records(
 
 
 def _check(data: str, nominal_size: int | None, folder: Path | str | None, reading: Reading) -> None:
-    """Raise if an option does not apply to this data."""
+    """Raise if an option does not apply to this data, or if there is no such data."""
     own = is_own(data)
+    if not own and data not in sources.names():
+        meant = difflib.get_close_matches(data.lower(), sources.names(), 1)
+        named = f" (did you mean {meant[0]}?)" if meant else ""
+        raise DatalensError(
+            f"there is no folder or file {data!r} here{_near(Path(data))}, and no named data set of that name{named}: "
+            "`datalens data list` shows these"
+        )
+    if own and not is_pattern(data):
+        _check_exists(Path(data))
     if nominal_size is not None and not 1 <= nominal_size <= LARGEST_NUMBER:
         raise DatalensError(f"--nominal-size must be from 1 to {LARGEST_NUMBER}, not {nominal_size}")
     if own and folder is not None:
@@ -132,9 +142,14 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
 def _own(data: str, split: str, reading: Reading, nominal_size: int) -> Records:
     path = Path(data)
     if not is_pattern(data) and (path.suffix == ".npz" or idx_files.is_idx(path)):
+        if reading.skip_unreadable:
+            raise DatalensError(f"--skip-unreadable is for image files: {path} holds arrays, leave it out")
         of_kind = npz.open_npz if path.suffix == ".npz" else idx_files.open_idx
         records = shaped(of_kind(path, split, nominal_size, reading), reading)
-        check_not_larger(records.schema)
+        try:
+            check_not_larger(records.schema)
+        except DatalensError as error:
+            raise DatalensError(f"{error}, with --image-size") from None
         return records
     return records_of(find(data, split, reading), reading, nominal_size=nominal_size)
 
@@ -149,15 +164,11 @@ def cut(data: str, schema: Schema, *, pieces: int, folder: Path | str | None, re
         schema: of all records.
     """
     if is_own(data):
-        files = None
-        if is_pattern(data):
-            files = _tables().parquet_files(Path(data), "train", _parquet_matching(data))
-        elif Path(data).suffix == ".parquet" or (Path(data).is_dir() and any(Path(data).glob("*.parquet"))):
-            files = _tables().parquet_files(Path(data), "train")
-        if files is not None:
+        folder_of_parquet = Path(data).is_dir() and any(Path(data).glob("*.parquet"))
+        if is_pattern(data) or Path(data).suffix == ".parquet" or folder_of_parquet:
             return [
                 Part(number=number, name=str(file), file=file, data=data, reading=reading, schema=schema)
-                for number, file in enumerate(files)
+                for number, file in enumerate(parquet_parts(Path(data)))
             ]
     return [
         Part(
@@ -181,9 +192,9 @@ def open_part(part: Part) -> Records:
     """
     schema = part.schema
     if part.file is not None:
-        found = _tables().parquet_list(
-            Path(part.data), "train", part.reading, files=[part.file], declared=schema.classes
-        )
+        stored = {name: value for value, name in part.reading.renamed().items()}  # --class-names has renamed them
+        declared = tuple(stored.get(name, name) for name in schema.classes)
+        found = _tables().parquet_list(Path(part.data), "train", part.reading, files=[part.file], declared=declared)
         return records_of(found, part.reading, nominal_size=schema.nominal_size, public=schema)
     own = is_own(part.data)
     nominal = schema.nominal_size if own or part.folder is not None else None
@@ -193,11 +204,28 @@ def open_part(part: Part) -> Records:
     return Piece(records=records, number=part.number, pieces=part.pieces)
 
 
+def _check_exists(path: Path) -> None:
+    """Raise if there is nothing at this path, and name what is near it."""
+    if not path.exists() and not path.is_symlink():
+        raise DatalensError(f"{path} does not exist{_near(path)}: check the name")
+
+
+def _near(path: Path) -> str:
+    """Return a hint at something in the same folder whose name is similar; "" if there is nothing."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")]
+    except OSError:
+        return ""
+    meant = difflib.get_close_matches(path.name, beside, 1)
+    return f" (did you mean {path.parent / meant[0]}?)" if meant else ""
+
+
 def own_images(path: Path, reading: Reading, split: str = "train") -> Found | OnDisk:
     """Return own images as they are stored, for `datalens inspect`, which needs no declarations."""
-    data = re.sub(r"^(\w+):/(?=[^/])", r"\1://", str(path))  # a Path of an address has lost a slash
+    data = _named_by(path)
     if is_pattern(data):
         return find(data, split, reading)
+    _check_exists(path)
     if path.suffix == ".npz":
         return npz.open_npz(path, split, 0, reading)
     return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(data, split, reading)
@@ -225,6 +253,20 @@ def _tables() -> ModuleType:
     from datalens.data.own import tables
 
     return tables
+
+
+def parquet_parts(path: Path) -> list[Path | Remote]:
+    """Return the parquet files for training: of a folder, of a pattern, or the one file."""
+    data = _named_by(path)
+    files: list[Path | Remote] = _tables().parquet_files(
+        path, "train", _parquet_matching(data) if is_pattern(data) else None
+    )
+    return files
+
+
+def _named_by(path: Path) -> str:
+    """Return what a user named; a Path of an address has lost a slash."""
+    return re.sub(r"^(\w+):/(?=[^/])", r"\1://", str(path))
 
 
 def _parquet_matching(data: str) -> list[Path | Remote]:

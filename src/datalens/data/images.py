@@ -3,14 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from datalens.data.pixels import decode
+from datalens.data.pixels import checked_kind, decode
 from datalens.data.records import Block, Choose, content_key, id_key, person_key
 from datalens.data.schema import Schema
+from datalens.errors import UnreadableImage
 
 WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside Python's lock
 
@@ -26,6 +27,33 @@ class Encoded:
     read: Callable[[int], bytes]  # returns the bytes of the i-th record
 
 
+def readable(blocks: Iterator[Encoded], skipped: set[str]) -> Iterator[Encoded]:
+    """Yield the records whose image can be decoded, at their positions, and add the names of the others to `skipped`.
+
+    Each record is judged by its own bytes alone, so leaving one out changes no other record.
+    """
+
+    def whole(some: Encoded, i: int) -> bool:
+        try:
+            checked_kind(some.read(i), some.names[i])
+        except UnreadableImage:
+            return False
+        return True
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in blocks:
+            fine = np.fromiter(pool.map(lambda i, some=some: whole(some, i), range(len(some.index))), bool)
+            kept = np.flatnonzero(fine).tolist()
+            skipped.update(some.names[i] for i in np.flatnonzero(~fine).tolist())
+            yield Encoded(
+                index=some.index[fine],
+                labels=some.labels[fine],
+                ids=[some.ids[i] for i in kept],
+                names=[some.names[i] for i in kept],
+                read=lambda i, some=some, kept=kept: some.read(kept[i]),  # type: ignore[misc]
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageRecords:
     """Records whose images are decoded when they are chosen, cropped at the centre and resized to the schema.
@@ -36,6 +64,7 @@ class ImageRecords:
         decoder: used instead of `decode` for the user's own files.
         looked_at: what was read of the user's own files to know the schema, in words.
         fixed_positions: whether the images come from a list (`records.Records`).
+        skipped: names of unreadable files that were left out so far (--skip-unreadable). Private.
     """
 
     schema: Schema
@@ -44,6 +73,7 @@ class ImageRecords:
     decoder: Callable[[bytes, str], np.ndarray] | None = None
     looked_at: str = ""
     fixed_positions: bool = False
+    skipped: set[str] = field(default_factory=set)
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
         shape = (self.schema.height, self.schema.width, self.schema.channels)

@@ -17,7 +17,7 @@ from datalens.data.images import Encoded, ImageRecords
 from datalens.data.records import block_records
 from datalens.data.remote import Remote, size_of, source
 from datalens.data.schema import Schema
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, UnreadableImage
 
 # Columns by their lower-case name → the label of each record; -1: the record does not belong to this data set.
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
@@ -100,7 +100,7 @@ def _encoded(batch: Any, file: Path | Remote, start: int, labels: np.ndarray, id
     def read(i: int) -> bytes:
         content = data[int(member[i])].as_py()
         if content is None:
-            raise DatalensError(f"{names[i]} has no bytes: the file must carry the images themselves")
+            raise UnreadableImage(f"{names[i]} has no bytes: the file must carry the images themselves")
         return content
 
     return Encoded(

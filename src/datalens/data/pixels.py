@@ -29,10 +29,11 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from datalens.data.schema import Schema
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, UnreadableImage
 
 MOST_PIXELS = 2**26  # of one image: a few kilobytes can claim any size, and each worker decodes one
 CUT_BEFORE = (64, 64)  # the size of the copies of CelebA that are in circulation, from which the square was cut already
+WHAT_TO_DO = "repair it, or leave it out (--skip-unreadable leaves out all such files)"
 NAMED, OWN = ("JPEG", "PNG"), ("JPEG", "PNG", "WEBP")  # formats that are read
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
@@ -80,7 +81,8 @@ class Kind:
 def kind_of(data: bytes, name: str) -> Kind:
     """Return the size and mode of one of the user's images, without decoding its pixels."""
     image = _own(data, name)
-    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # by 90 degrees
+    with _damage_explained(name):  # some formats keep these facts behind the pixels
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # by 90 degrees
     width, height = reversed(image.size) if turned else image.size
     return Kind(height=height, width=width, mode=image.mode)
 
@@ -105,6 +107,7 @@ def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale
     """
     image = _own(data, name)
     if schema.channels == 1 and not grayscale and image.mode not in _GREY:
+        _check_whole(image, name)  # a damaged file is damaged, whatever its colours
         raise DatalensError(
             f"{name} is in colour where the first image is grey: add --grayscale, or leave this image out"
         )
@@ -120,6 +123,12 @@ def to_pixels(data: bytes, name: str, schema: Schema, *, resize: bool, grayscale
         )
     flat = flat.convert("L" if schema.channels == 1 else "RGB")
     return np.asarray(fitted(flat, goal)).reshape(schema.height, schema.width, schema.channels)
+
+
+def _check_whole(image: Image.Image, name: str) -> None:
+    """Raise if the pixels of an image cannot be decoded."""
+    with _damage_explained(name):
+        image.load()
 
 
 def fitted(image: Image.Image, goal: tuple[int, int]) -> Image.Image:
@@ -150,7 +159,7 @@ def _own(data: bytes, name: str) -> Image.Image:
 
 def _opened(data: bytes, name: str, formats: tuple[str, ...]) -> Image.Image:
     if not data:
-        raise DatalensError(f"{name} is empty (0 bytes): repair it, or leave it out")
+        raise UnreadableImage(f"{name} is empty (0 bytes): {WHAT_TO_DO}")
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
@@ -169,7 +178,7 @@ def _damage_explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # Pillow raises many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DatalensError(f"{name} is not a readable image ({reason}): repair it, or leave it out") from None
+        raise UnreadableImage(f"{name} is not a readable image ({reason}): {WHAT_TO_DO}") from None
 
 
 def _deep(image: Image.Image) -> Image.Image:

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, UnreadableImage
 
 MOST_BYTES = 2**29  # of an image file: 2^26 pixels, the most that are decoded, with four channels of 16 bits
 
@@ -34,7 +34,7 @@ def read_regular(path: Path | str, most: int = MOST_BYTES) -> bytes:
             raise DatalensError(f"{path} is {_kind(mode)}, not a file: put the file itself there")
         data = file.read(most + 1)
     if len(data) > most:
-        raise DatalensError(f"{path} is larger than the limit of {most / 2**20:g} MiB for an image: leave it out")
+        raise UnreadableImage(f"{path} is larger than the limit of {most / 2**20:g} MiB for an image: leave it out")
     return data
 
 

@@ -11,6 +11,10 @@ from datalens.errors import DatalensError
 
 READ_OFF = "read off the data, and declared public by the owner"  # begins a note that lists what was not declared
 LARGEST_NUMBER = 2**31 - 1  # of records, or of pixels along a side
+LEFT_OUT = (
+    "files that cannot be read as images were left out, each by a rule that looks at that file alone; how many is "
+    "not stated"
+)
 IMAGE, PERSON = "image", "person (all images with the same record id)"  # the privacy unit
 
 
@@ -22,6 +26,7 @@ class Schema:
         nominal_size: declared number of privacy units.
         record_unit: the privacy unit: `IMAGE` or `PERSON`.
         note: what a reader must know about the data set, such as that it stands in for another.
+        left_out: `LEFT_OUT` if unreadable files are left out, else "".
     """
 
     name: str
@@ -33,6 +38,7 @@ class Schema:
     value_range: tuple[float, float] = (0.0, 1.0)
     record_unit: str = IMAGE
     note: str = ""
+    left_out: str = ""
 
     def __post_init__(self) -> None:
         """Raise if no certificate could be written with these names; when a schema is made, nothing is charged yet."""
@@ -66,9 +72,9 @@ class Schema:
         return self.record_unit == PERSON
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON; an empty note is left out, as in releases from before there were notes."""
+        """Return the fields as JSON; empty texts are left out, as in releases from before there were these."""
         fields = {**asdict(self), "classes": list(self.classes), "value_range": list(self.value_range)}
-        return fields if self.note else {name: value for name, value in fields.items() if name != "note"}
+        return {name: value for name, value in fields.items() if value or name not in ("note", "left_out")}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":
@@ -90,6 +96,8 @@ class Schema:
         texts = (schema.name, schema.record_unit, schema.note, *schema.classes)
         if not all(isinstance(text, str) for text in texts) or not schema.classes:
             raise ValueError("names and classes must be text")
+        if schema.left_out not in ("", LEFT_OUT):
+            raise ValueError("left_out must be the text of this version")
         if schema.value_range != (0, 1):
             raise ValueError("value_range must be 0 and 1")
         return schema

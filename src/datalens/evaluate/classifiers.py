@@ -2,7 +2,8 @@
 
 `paper` is the paper's. `augmented` has a similar size, but a present-day training recipe with augmentation: synthetic
 images lack variety, and the variety that shifts, rotations, scaling and noise add is public knowledge. `logistic`,
-`mlp` and `resnet` test whether other models learn from the images too. `judge` is trained on real images, and judges
+`mlp` and `resnet` test whether other models learn from the images too. `authors` is that of the authors' code, for
+comparison with their figures only. `judge` is trained on real images, and judges
 synthetic ones (see judge.py).
 """
 
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from datalens.errors import DatalensError
 
-ClassifierName = Literal["paper", "augmented", "logistic", "mlp", "resnet", "judge"]
+ClassifierName = Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "judge"]
 UTILITY: tuple[ClassifierName, ...] = ("paper", "augmented", "logistic", "mlp", "resnet")
 
 # Settings of `augmented`, the same for every data set. The first line also applies to the classifiers after it.
@@ -50,6 +51,24 @@ class PaperCNN(nn.Module):
             nn.Linear(64 * (height // 4) * (width // 4), 64),
             nn.ReLU(),
             nn.Dropout(0.5),
+            nn.Linear(64, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+        return self.layers(images)
+
+
+class AuthorsCNN(nn.Module):
+    """The network of the authors' evaluation: one pooling only, between two convolutions."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        super().__init__()
+        _check_size(height, width)
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(channels, 32, kernel_size=3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(32, 64, kernel_size=3, padding=1), nn.ReLU()),
+            nn.Flatten(),
+            *(nn.Linear(64 * (height // 2) * (width // 2), 64), nn.ReLU(), nn.Dropout(0.5)),
             nn.Linear(64, classes),
         )
 
@@ -200,6 +219,11 @@ def _adam(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
     return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
 
 
+def _sgd(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    return optimizer, LambdaLR(optimizer, lambda step: 1.0)
+
+
 def _adamw(
     net: nn.Module, steps: int, *, rate: float = _RATE, warm_up: float = _WARM_UP
 ) -> tuple[Optimizer, LRScheduler]:
@@ -253,6 +277,15 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
         smoothing=0.0,
         whole_batches=True,
     ),
+    "authors": Classifier(  # we do not know their rate and batch
+        description="AuthorsCNN: conv 3x3 32, pool, conv 3x3 64, FC 64, dropout 0.5; SGD, rate 0.01; its "
+        "authors report the best epoch on test data, which is no fair figure",
+        network=AuthorsCNN,
+        optimizer=_sgd,
+        augment=_as_they_are,
+        smoothing=0.0,
+        whole_batches=False,
+    ),
     "judge": Classifier(
         description="SmallResNet; AdamW, one cycle; shifts of up to 1/14 of the side on every batch",
         network=SmallResNet,
@@ -261,6 +294,15 @@ CLASSIFIERS: dict[ClassifierName, Classifier] = {
         smoothing=0.0,
         whole_batches=True,
     ),
+}
+
+_FAST = "AdamW (rate {:g}, weight decay 0.01, one cycle), batch 128"
+# How each classifier is trained, in words for tables.
+TRAINED: dict[ClassifierName, str] = {
+    "paper": "Adam (rate 0.001, falling along a cosine), batch 128",
+    **dict.fromkeys(("augmented", "logistic", "mlp"), _FAST.format(_RATE)),
+    "authors": "SGD (rate 0.01), batch 128",
+    **dict.fromkeys(("resnet", "judge"), _FAST.format(8e-3)),
 }
 
 

@@ -18,15 +18,21 @@ from datalens.evaluate.owner_report import (
     read_metrics,
     with_spread,
 )
+from datalens.evaluate.published import of as published_points
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number, upwards
 from datalens.progress import counted
 from datalens.released import certificate as certificates
 from datalens.released import report
+from datalens.released.publication import FIELD
 from datalens.released.verification import check_release
 
 MOST_PICTURES, MOST_BYTES = 12, 250_000  # number of pictures, and size of each
-COLUMNS = ("run", "method", "data", "δ, relation, accountant", "ε", "ε spent", "accuracy", "ceiling", "measured by")
+PUBLISHED = "published accuracy, covered"
+COLUMNS = (
+    *("run", "ε", "accuracy", "ceiling", PUBLISHED, "ε spent"),
+    *("δ, relation, accountant", "method", "data", "measured by"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,11 @@ class Entry:
     @property
     def epsilon(self) -> float:
         return float(self.certificate["budget"]["epsilon"])
+
+    @property
+    def published(self) -> dict[str, Any] | None:
+        """The figures of the published accuracy, if there is one."""
+        return self.certificate[FIELD]["figures"] if FIELD in self.certificate else None
 
     @property
     def method(self) -> str:
@@ -70,6 +81,7 @@ class Entry:
             "accuracy_std": self.spread,
             "accuracy_real": self.ceiling,
             "accuracy_by": self.by or None,
+            "published_accuracy": self.published and self.published["accuracy"],
             **self.others,
         }
 
@@ -133,9 +145,11 @@ def _cells(entry: Entry) -> tuple[Any, ...]:
     name = row["run"] if row["private"] else f"{row['run']} (NOT PRIVATE)"
     terms = f"{upwards(row['delta'])}, {row['relation']}, {row['accountant']}"
     accuracy = None if entry.accuracy is None else with_spread(entry.accuracy, entry.spread)
-    first = (name, row["method"], row["data"], terms)
-    prices = (upwards(entry.epsilon), upwards(float(row["epsilon_spent"]), 4))
-    return (*first, *prices, accuracy, row["accuracy_real"], row["accuracy_by"])
+    p = entry.published
+    covered = p and f"{report.percent(p['accuracy'])} ({report.percent(p['low'])} to {report.percent(p['high'])})"
+    figures = (upwards(entry.epsilon), accuracy, row["accuracy_real"], covered)
+    spent = upwards(float(row["epsilon_spent"]), 4)
+    return (name, *figures, spent, terms, row["method"], row["data"], row["accuracy_by"])
 
 
 def measured(entries: Sequence[Entry]) -> bool:
@@ -143,8 +157,8 @@ def measured(entries: Sequence[Entry]) -> bool:
     return any(entry.accuracy is not None or entry.others for entry in entries)
 
 
-def page(entries: Sequence[Entry]) -> bytes:
-    """Return the HTML page: the table, the curves, the pictures, and the settings that differ."""
+def page(entries: Sequence[Entry], *, published: bool = False) -> bytes:
+    """Return the HTML page: the table, the curves (with published points if asked), pictures, settings that differ."""
     extra = list(dict.fromkeys(name for entry in entries for name in entry.others))
     return render(
         "compare.html",
@@ -161,7 +175,7 @@ def page(entries: Sequence[Entry]) -> bytes:
         unsafe=[entry.name for entry in entries if not entry.certificate["private"]],
         head=(*COLUMNS, *extra),
         rows=[(*_cells(entry), *(entry.others.get(name) for name in extra)) for entry in entries],
-        charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data))],
+        charts=[chart for data in _data_sets(entries) if (chart := _curves(entries, data, published=published))],
         pictures=[(entry.name, _picture(entry)) for entry in entries[:MOST_PICTURES]],
         more_pictures=max(0, len(entries) - MOST_PICTURES),
         differences=differences(entries),
@@ -173,8 +187,11 @@ def _data_sets(entries: Sequence[Entry]) -> list[str]:
     return list(dict.fromkeys(entry.certificate["public"]["name"] for entry in entries))
 
 
-def _curves(entries: Sequence[Entry], data: str) -> str:
-    """Return a chart of accuracy against ε, with one line for each method, δ, relation, accountant and classifier."""
+def _curves(entries: Sequence[Entry], data: str, *, published: bool = False) -> str:
+    """Return a chart of accuracy against ε, with one line for each method, δ, relation, accountant and classifier.
+
+    `published`: with what others print for this data set, by other classifiers.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
         c = entry.certificate
@@ -182,9 +199,17 @@ def _curves(entries: Sequence[Entry], data: str) -> str:
             terms = f"{entry.method}, δ = {upwards(c['budget']['delta'])}, {c['relation']}, {c['accountant']}"
             terms += ("" if c["private"] else ", NOT PRIVATE") + (f"; by {entry.by}" if entry.by else "")
             points.setdefault(terms, []).append((entry.epsilon, entry.accuracy))
+    if published and points:
+        points |= published_points(data)
     series = [charts.Series(name=name, points=tuple(sorted(some)), dots=True) for name, some in points.items()]
+    same = [entry.ceiling for entry in entries if entry.certificate["public"]["name"] == data and entry.ceiling]
     return charts.line_chart(
-        series, title=f"Accuracy against ε: {data}", x="ε (budget)", y="accuracy on real test records, private"
+        series,
+        title=f"Accuracy against ε: {data}",
+        x="ε (budget)",
+        y="accuracy on real test records, private",
+        limit=max(same, default=None),
+        limit_name="ceiling: the same classifier, trained on real images",
     )
 
 

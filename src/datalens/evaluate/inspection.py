@@ -3,10 +3,13 @@
 The figures are exact, so no ε covers them. They are printed on the terminal and never written to a file or release.
 """
 
+import dataclasses
 import hashlib
 import math
+import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +18,31 @@ from typing import Any
 import numpy as np
 
 from datalens.data import formats
-from datalens.data.images import WORKERS, Encoded
+from datalens.data.images import WORKERS, Encoded, ImageRecords
+from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.pixels import Kind, checked_kind
-from datalens.data.records import Dataset, OnDisk, block_records, draw, person_key
+from datalens.data.records import Dataset, OnDisk, Records, block_records, draw, person_key
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.options import TrainOptions
+from datalens.plans.base import Settings
 from datalens.plans.guidance import warnings
 from datalens.plans.registry import make_plan
+from datalens.privacy.ledger import Budget
 from datalens.progress import bar
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
 TINY = 20  # with fewer records, nothing can be learned about a class (see released.moments)
-NAMED = 5  # number of problems of a kind that are listed; the rest are counted
+NAMED = 5  # number of sizes that are listed
+# Kind of problem, as JSON has it → in words.
+PROBLEMS = {
+    "no_images": "files that are no images",
+    "unreadable": "images that cannot be read",
+    "duplicates": "images that are there twice",
+    "tiny_classes": "classes that are too small",
+    "mixed": "images of different kinds",
+}
 EPSILONS = (1.0, 3.0, 10.0)
 BLOCK = 1024
 
@@ -56,8 +70,10 @@ def inspect(
     """
     if str(path) in formats.sources.names() and not path.exists():
         raise DatalensError(f"{path} is a named data set, whose figures are public: see `datalens data list`")
-    listed = formats.own_images(path, reading)
-    classes = listed.classes if isinstance(listed, Found) else listed.schema.classes
+    # Whatever cannot be an image is listed, whether or not `train` would leave it out.
+    listing = reading if path.suffix == ".npz" else dataclasses.replace(reading, skip_unreadable=True)
+    listed = formats.own_images(path, listing)
+    classes = reading.shown(listed.classes) if isinstance(listed, Found) else listed.schema.classes
     labels, ids, looks, names = _look(listed, most)
     sizes = Counter(f"{look.kind.height}x{look.kind.width}" for look in looks if look.kind)
     modes = Counter(look.kind.mode for look in looks if look.kind)
@@ -84,6 +100,9 @@ def inspect(
         "for": OWNER_ONLY,
     }
     found |= _problems(looks, names, units, sizes, reading)
+    found["no_images"] = list(listed.no_images) if isinstance(listed, Found) else []
+    found["columns"] = columns_of(path) if reading.label is None or reading.record_id is None else []
+    found["suggested"] = suggested(found["columns"], reading)
     found["nominal_size"] = nominal_size or _round(len(labels) if persons is None else persons)
     found["nominal_size_declared"] = nominal_size is not None
     found["plans"] = _plans(path, listed, reading, found, delta)
@@ -215,8 +234,143 @@ def _plans(
         parts = {part["release"]: part["noise_to_signal"] for part in settings.costs(schema, budget)}
         plan |= {"accountant": budget.accountant, "method": settings.method, "noise_to_signal": parts}
         plan |= {name: getattr(settings, name, None) for name in ("coordinates", "texture")}
+        counts = found["persons_of_classes"] or found["classes"]
+        plan["classes"] = judged(settings, schema, budget, counts)
         plans.append(plan | {"warnings": warnings(budget, schema, settings)})
     return plans
+
+
+def judged(settings: Settings, schema: Schema, budget: Budget, counts: Mapping[str, int]) -> list[str]:
+    """Return what to expect of each class, by exact counts: for the owner only."""
+    unit = "persons" if schema.by_person else "records"
+    outlooks = settings.outlook(schema, budget, [float(counts.get(name, 0)) for name in schema.classes])
+    return [
+        f"class {name}, {counts.get(name, 0)} {unit}: {one.words}"
+        + (f". What helps: {one.remedy}" if one.remedy else "")
+        for name, one in zip(schema.classes, outlooks, strict=bool(outlooks))
+    ]
+
+
+def judged_files(settings: Settings, schema: Schema, budget: Budget, records: Records) -> list[str]:
+    """Return what to expect of each class of the user's own files, by exact counts: for the owner only.
+
+    [] for methods that cannot tell, and for arrays, which would have to be loaded for it: `datalens inspect` does that.
+    """
+    if not isinstance(records, ImageRecords) or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
+        return []
+    return judged(settings, schema, budget, class_units(records))
+
+
+def class_units(records: ImageRecords) -> dict[str, int]:
+    """Return how many records (or persons) each class has. No image is decoded. For the owner only."""
+    classes, by_person = records.schema.classes, records.schema.by_person
+    units: Counter[str] = Counter(dict.fromkeys(classes, 0))
+    persons: set[tuple[int, bytes]] = set()
+    for some in records.encoded():
+        labels = some.labels.tolist()
+        if by_person:
+            persons |= {(label, person_key(one)) for label, one in zip(labels, some.ids, strict=True)}
+        else:
+            units.update(classes[label] for label in labels)
+    units.update(classes[label] for label, _ in persons)
+    return dict(units)
+
+
+# --- columns of a table -----------------------------------------------------------------------------------------------
+
+MOST_VALUES = 20  # a column with more distinct values is hardly one of classes
+SHOWN = 4  # number of values of a column that are shown
+
+
+def columns_of(path: Path) -> list[dict[str, Any]]:
+    """Return the columns of a table with their kinds and a few values; [] if the data is no table."""
+    if path.suffix == ".csv":
+        names, rows = tables.read_csv(path)
+        values = {name: [row[name].strip() for row in rows] for name in names}
+    elif path.is_dir() and (path / formats.METADATA).is_file():
+        return columns_of(path / formats.METADATA)
+    elif path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+        values = tables.parquet_values(formats.parquet_parts(path))
+    else:
+        return []
+    return [_column(name, found) for name, found in values.items()]
+
+
+def _column(name: str, values: list[str]) -> dict[str, Any]:
+    counts = Counter(value for value in values if value)
+    distinct = len(counts)
+    if all(re.fullmatch(r"[+-]?\d{1,15}", value) for value in counts):
+        kind = "whole numbers"
+    elif all(re.fullmatch(r"\d{4}-\d\d?-\d\d?.*", value) for value in counts):
+        kind = "dates"
+    elif all(_is_number(value) for value in counts):
+        kind = "numbers"
+    else:
+        kind = "text"
+    shown = [value for value, _ in counts.most_common(SHOWN)]
+    return {
+        "name": name,
+        "kind": kind if counts else "empty",
+        "distinct": distinct,
+        "missing": len(values) - sum(counts.values()),
+        "records": len(values),
+        "values": shown,
+    }
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+_PERSON = re.compile(r"patient|person|subject|proband|user|customer|kunde|fall|case|(^|_)p?id$", re.IGNORECASE)
+_CLASS = re.compile(r"label|class|klasse|diagnos|befund|categor|kategorie|target|finding", re.IGNORECASE)
+
+
+def suggested(columns: list[dict[str, Any]], reading: Reading) -> dict[str, str]:
+    """Return which columns look like the label and the person, where none was named.
+
+    A column of many values that repeat is likely a person; one of few values that all repeat is likely a label.
+    """
+    found = {}
+    rest = [one for one in columns if one["name"].lower() not in (*tables.PATHS, tables.SPLIT) and not one["missing"]]
+    labels = [one for one in rest if 2 <= one["distinct"] <= min(MOST_VALUES, one["records"] // 2)]
+    if reading.label is None and labels and all(one["name"].lower() != tables.LABEL for one in columns):
+        found["label"] = max(labels, key=lambda one: (bool(_CLASS.search(one["name"])), one["kind"] == "text"))["name"]
+    persons = [
+        one
+        for one in rest
+        if max(MOST_VALUES, one["records"] / 20) < one["distinct"] < one["records"]
+        and one["kind"] in ("text", "whole numbers")
+        and (one["kind"] == "text" or _PERSON.search(one["name"]))
+    ]
+    if reading.record_id is None and persons:
+        found["record_id"] = max(persons, key=lambda one: (bool(_PERSON.search(one["name"])), one["distinct"]))["name"]
+    return found
+
+
+def _table_lines(found: dict[str, Any]) -> list[str]:
+    """Return the columns of a table, and the command to go on with."""
+    lines = ["columns:"] if found["columns"] else []
+    for one in found["columns"]:
+        gaps = f", {one['missing']} missing" if one["missing"] else ""
+        more = ", …" if one["distinct"] > len(one["values"]) else ""
+        lines.append(
+            f"  {one['name']}: {one['kind']}, {one['distinct']} distinct{gaps} ({', '.join(one['values'])}{more})"
+        )
+    chosen = found["suggested"]
+    if "record_id" in chosen:
+        lines.append(
+            f"column {chosen['record_id']} has many values that repeat: it is likely a person (or whatever has several "
+            "images), who is protected as a whole with --record-id only"
+        )
+    if chosen:
+        options = [f"--{name.replace('_', '-')} {shlex.quote(value)}" for name, value in chosen.items()]
+        lines.append(f"go on with: datalens inspect {shlex.quote(found['path'])} {' '.join(options)}")
+    return lines
 
 
 def _schema(path: Path, listed: Found | OnDisk, reading: Reading, found: dict[str, Any]) -> Schema:
@@ -267,17 +421,19 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"classes: {len(classes)}",
         *shown,
         *(more if len(classes) > 20 else []),
+        *_table_lines(found),
         "sizes: " + ", ".join(f"{size} ({count})" for size, count in list(found["sizes"].items())[:NAMED]),
         "modes: " + ", ".join(f"{mode} ({count})" for mode, count in found["modes"].items()),
         f"test images, for `datalens evaluate`: {found['test_images']}"
         if found["test_images"]
         else "no test images: `datalens evaluate` needs some that are not trained on (docs/data.md)",
     ]
-    for name in ("unreadable", "duplicates", "tiny_classes", "mixed"):
-        problems = found[name]
-        output += [f"problem: {one}" for one in problems[:NAMED]]
-        output += [f"problem: … and {len(problems) - NAMED} more like it"] if len(problems) > NAMED else []
-    if not any(found[name] for name in ("unreadable", "duplicates", "tiny_classes", "mixed")):
+    problems = {words: found[name] for name, words in PROBLEMS.items() if found[name]}
+    for words, listed in problems.items():
+        output += [f"problem: {words}: {len(listed)}", *(f"  {one}" for one in listed)]
+    if found["unreadable"] or found["no_images"]:
+        output.append("--skip-unreadable, with `train` and `evaluate`, leaves out what cannot be read as an image")
+    if not problems and not found["suggested"]:
         output.append("no problem found")
     size = found["nominal_size"]
     output.append(
@@ -292,10 +448,11 @@ def lines(found: dict[str, Any]) -> list[str]:
         if "refused" in plan:
             output.append(price + plan["refused"])
             continue
-        noise = plan["noise_to_signal"]
-        output.append(
-            f"{price}{plan['coordinates']} coordinates, {plan['texture']} of texture; noise-to-signal ratio: class "
-            f"means {noise['sums']:.2g}, covariances {noise['covariances']:.2g}"
-        )
+        output.append(price.rstrip(" "))
+        usable = [line for line in plan["classes"] if ": usable" in line]
+        if len(usable) == len(plan["classes"]):
+            output += [f"    all classes: {words}" for words in {line.partition(": ")[2] for line in usable}][:1]
+        else:
+            output += [f"    {line}" for line in plan["classes"]]
         output += [f"  warning: {line}" for line in plan["warnings"]]
     return output

@@ -51,6 +51,7 @@ class Settings:
     splits: int = 10
     real: int = 60_000  # limit of training images to compare with and to train the judge on
     judge_epochs: int = 15
+    quick: bool = False  # see `utility.evaluate`
 
     def __post_init__(self) -> None:
         if self.real < 10:
@@ -59,7 +60,7 @@ class Settings:
 
 # The settings that each measure depends on. Its cached result stays valid when others change.
 _USED = {
-    "utility": ("sizes", "classifiers", "seeds", "epochs"),
+    "utility": ("sizes", "classifiers", "seeds", "epochs", "quick"),
     "inception": ("real", "judge_epochs", "splits"),
     "fid": ("real", "judge_epochs", "features"),
     "faithfulness": ("real", "judge_epochs", "features"),
@@ -72,7 +73,8 @@ class Bench:
     Args:
         synthetic: the synthetic set.
         test: real records that were not trained on.
-        training: a function that returns at most so many training records, drawn at random.
+        training: a function that returns at most so many training records, drawn at random; None: there are none, and
+            only utility can be measured, without its ceiling.
         settings: how to measure.
         device: where to compute.
         fresh: measure again even if there are cached results.
@@ -82,7 +84,7 @@ class Bench:
         self,
         synthetic: SyntheticDataset,
         test: Dataset,
-        training: Callable[[int], Dataset],
+        training: Callable[[int], Dataset] | None,
         settings: Settings,
         *,
         device: torch.device | str,
@@ -100,9 +102,11 @@ class Bench:
             "device": str(self.device),
             "versions": {"datalens": version("datalens"), "torch": torch.__version__},
         }
+        if self._some is None and name != "utility":
+            raise DatalensError(f"--measures {KEYS[name]} compares with training images: name them with --real-train")
         real = self._few if name == "utility" else self._training
         arrays = [self.synthetic.images, self.synthetic.labels]
-        arrays += [array for part in (real, self.test) for array in (part.images, part.labels)]
+        arrays += [array for part in (real, self.test) if part is not None for array in (part.images, part.labels)]
         key = cache.key(name, *arrays, list(self.synthetic.classes), settings)
         compute: dict[Measure, Callable[[], dict[str, Any]]] = {
             "utility": self._utility,
@@ -112,7 +116,8 @@ class Bench:
         }
 
         def dated() -> dict[str, Any]:
-            utility.check_like(self.synthetic, "real training set", real.images, real.labels)
+            if real is not None:
+                utility.check_like(self.synthetic, "real training set", real.images, real.labels)
             utility.check_like(self.synthetic, "test set", self.test.images, self.test.labels)
             values = compute[name]()
             return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "settings": settings, **values}
@@ -120,12 +125,13 @@ class Bench:
         return cache.remembered(f"{KEYS[name]}-{key}", dated, fresh=self.fresh)
 
     @cached_property
-    def _few(self) -> Dataset:
+    def _few(self) -> Dataset | None:
         """Return the training images that `utility` compares with: at most as many as there are synthetic ones."""
-        return self._some(min(max(self.settings.sizes), len(self.synthetic.images)))
+        return None if self._some is None else self._some(min(max(self.settings.sizes), len(self.synthetic.images)))
 
     @cached_property
     def _training(self) -> Dataset:
+        assert self._some is not None
         return self._some(self.settings.real)
 
     @cached_property
@@ -149,14 +155,15 @@ class Bench:
             for size in sorted(self.settings.sizes, reverse=True):
                 score = utility.evaluate(
                     part_of(self.synthetic, size),
-                    self._few.images,
-                    self._few.labels,
+                    None if self._few is None else self._few.images,
+                    None if self._few is None else self._few.labels,
                     self.test.images,
                     self.test.labels,
                     seeds=self.settings.seeds,
                     epochs=self.settings.epochs,
                     device=self.device,
                     classifier=name,
+                    quick=self.settings.quick,
                 )
                 scores.append({"name": name, **score.as_dict()})
         return scores[0] | ({"all": scores} if len(scores) > 1 else {})
@@ -225,24 +232,38 @@ def lines(results: dict[str, dict[str, Any]], classes: Sequence[str]) -> list[st
 
 
 def _utility_lines(found: dict[str, Any], classes: Sequence[str]) -> list[str]:
+    real, real_per_class = found["accuracy_real"], found.get("accuracy_real_per_class") or [None] * len(classes)
+    known = "" if real is None else f"; real images {real:.4f}"
+    by_class = zip(classes, found["accuracy_per_class"], real_per_class, strict=True)
     output = [
+        f"verdict: {found['verdict']}",
+        f"beside it: always guessing the largest class {found['accuracy_majority']:.4f}{known}",
         f"accuracy {_spread(found)} on {found['test']} real test images "
         f"({found['classifier']}, {found['synthetic']} synthetic images, final of {found['epochs']} epochs, "
         f"{counted(found['seeds'], 'seed')})",
-        f"the same classifier on as many real images, or all there are: {found['accuracy_real']:.4f}",
+        "the same classifier on as many real images, or all there are: "
+        + ("not known (--real-train names some)" if real is None else f"{real:.4f}"),
         f"best epoch, chosen on the test set, only to compare with papers: {found['accuracy_best_epoch']:.4f}",
-        "accuracy by class: "
-        + ", ".join(
-            f"{name} {'—' if accuracy is None else format(accuracy, '.3f')}"
-            for name, accuracy in zip(classes, found["accuracy_per_class"], strict=True)
-        ),
+        "accuracy by class"
+        + ("" if real is None else " (and of the classifier on real images)")
+        + ": "
+        + ", ".join(_share(name, *accuracies) for name, *accuracies in by_class),
     ]
+    if never := [name for name, one in zip(classes, found["accuracy_per_class"], strict=True) if one == 0]:
+        output.append(f"never recognised: {', '.join(never)}. See `datalens report` for what helps rare classes")
     for other in found.get("all", ()):
         output.append(
-            f"{other['name']:9} {other['synthetic']:6} synthetic images: {_spread(other)}, as many real ones, or all: "
-            f"{other['accuracy_real']:.4f}"
+            f"{other['name']:9} {other['synthetic']:6} synthetic images: {_spread(other)}; guessing the largest class "
+            f"{other['accuracy_majority']:.4f}; as many real images, or all: "
+            f"{'not known' if other['accuracy_real'] is None else format(other['accuracy_real'], '.4f')}"
         )
     return output
+
+
+def _share(name: str, accuracy: float | None, real: float | None) -> str:
+    """Return the accuracy of a class, and of the classifier on real images if that is known."""
+    beside = "" if real is None else f" ({real:.3f})"
+    return f"{name} {'—' if accuracy is None else format(accuracy, '.3f')}{beside}"
 
 
 def _spread(found: dict[str, Any]) -> str:

@@ -1,16 +1,27 @@
 """`owner.html`: a page about a run for the owner of the data only. None of it is covered by ε."""
 
+import base64
 import datetime
 import json
 import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from datalens.data import formats
+from datalens.data.own.reading import Reading
+from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
 from datalens.pages import charts, render, said
+from datalens.plans.registry import read_settings
+from datalens.privacy.events import Event, GaussianEvent
 from datalens.privacy.ledger import read_ledger
+from datalens.released import report
+from datalens.released.synthetic import grid
 from datalens.run.folder import read_config
 from datalens.run.reservation import standing
 
@@ -26,7 +37,6 @@ METRICS = {
     "teacher_loss": "Loss of the teachers",
     "critic_loss": "Loss of the critic",
     "accuracy": "Accuracy on real test records",
-    "sigma": "Noise of a release (σ)",
 }
 MEASURES = {
     "utility": "Utility",
@@ -34,9 +44,10 @@ MEASURES = {
     "fid": "FID",
     "faithfulness": "Faithfulness",
 }
-# These have no chart of their own. `agreement_noise`, without the votes' own chance, was logged up to version 0.1.
-UNSHOWN = ("step", "time", "epsilon_spent", "agreement_by_chance", "agreement_noise", "within_classes")
-PUBLIC = ("sigma", "between_classes")  # follow from the release too
+# These have no chart of their own: σ belongs to releases of different kinds, of which there is a table;
+# `agreement_noise`, without the votes' own chance, was logged up to version 0.1.
+UNSHOWN = ("step", "time", "epsilon_spent", "agreement_by_chance", "agreement_noise", "within_classes", "sigma")
+PUBLIC = ("between_classes",)  # follow from the release too
 # Metric → a second line on its chart: metric and title.
 BESIDE = {
     "agreement": ("agreement_by_chance", "by chance"),
@@ -68,6 +79,7 @@ def page(run: Path) -> bytes:
         eyebrow="datalens · owner's page",
         contents=(
             ("summary", "The run"),
+            ("images", "Images"),
             ("training", "Training"),
             ("measures", "Measures"),
             ("audit", "Audit"),
@@ -81,8 +93,12 @@ def page(run: Path) -> bytes:
             ("Steps logged", len(lines)),
             ("Time between the first and the last", _duration(lines)),
         ],
+        pictures=pictures(run, config),
+        shares_head=("release", "times", "of the budget", "sensitivity", "noise σ"),
+        shares=parts_of_budget(events, config),
         charts=[chart for name in _names(lines) if (chart := _chart(lines, name))],
         headline=headline(evaluation),
+        by_class=by_class(as_dict(evaluation.get("utility")), schema["classes"]),
         measures=[
             (MEASURES.get(name, name), blocks(value, classes=schema["classes"]))
             for name, value in evaluation.items()
@@ -91,6 +107,74 @@ def page(run: Path) -> bytes:
         audits=[(name, value.get("lines", []), blocks(_without(value, "lines"))) for name, value in audit.items()],
         run=run.name,
     )
+
+
+def parts_of_budget(events: Sequence[Event], config: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a line for each kind of release: name, times, share of the budget's Σ mu², sensitivity and σ.
+
+    Shares are left out where charges are not all Gaussian: then no such share is defined.
+    """
+    settings = read_settings(config["settings"])
+    lines = report.grouped(events, settings)[: report.MOST_LINES]
+    gaussian = all(isinstance(event, GaussianEvent) and math.isfinite(event.mu) for event in events)
+    whole = sum(event.mu**2 for event in events if isinstance(event, GaussianEvent)) if gaussian else 0.0
+    found = []
+    for name, times, moved, sigma, *_ in lines:
+        share = times * (moved / sigma) ** 2 / whole if whole and moved and sigma else None
+        found.append((name, times, None if share is None else f"{100 * share:.1f} %", moved, sigma))
+    return found
+
+
+MOST_LOOKED_AT, ACROSS = 20_000, 10  # training records to look at for pictures; images of each class
+
+
+def pictures(run: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return training images, if the data are at hand, and synthetic ones, a row a class; nothing for a classifier."""
+    release = run / "release"
+    if not (release / "samples.png").is_file():
+        return []
+    shown = report.shown_classes(release)
+    synthetic = report.picture_of(release, shown, str(config["schema"]["name"]))
+    try:
+        real = _training_images(config, shown)
+    except (DatalensError, OSError):
+        return [synthetic]
+    return [real, {**synthetic, "caption": "Synthetic images, a row a class"}]
+
+
+def _training_images(config: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
+    """Return the first training images of each class as a picture. Private."""
+    options, schema = config["options"], Schema.from_dict(config["schema"])
+    records = formats.open_records(
+        options["data"],
+        nominal_size=options["nominal_size"],
+        folder=options.get("data_folder"),
+        reading=Reading.of(options),
+    )
+    found: dict[str, list[np.ndarray]] = {name: [] for name in shown}
+    count = 0
+    for block in records.blocks(lambda index, keys: np.zeros(sum(1 for _ in keys), dtype=np.int64)):
+        for image, label in zip(block.images, block.labels, strict=True):
+            row = found.get(schema.classes[label])
+            if row is not None and len(row) < ACROSS:
+                row.append(image)
+        count += len(block.index)
+        if count >= MOST_LOOKED_AT or all(len(row) == ACROSS for row in found.values()):
+            break
+    images = [image for row in found.values() for image in row]
+    if not images:
+        raise DatalensError("there are no images of the classes that are shown")
+    labels = np.array([number for number, row in enumerate(found.values()) for _ in row])
+    file = BytesIO()
+    grid(np.array(images), labels, per_class=ACROSS).save(file, format="png")
+    sheet = file.getvalue()
+    return {
+        "base64": base64.b64encode(sheet).decode(),
+        "classes": tuple(shown),
+        **report.size_shown(sheet, len(shown)),
+        "caption": "Training images, real: for your eyes only",
+        "alt": f"Grid of real training images; the rows are the classes {', '.join(shown)}",
+    }
 
 
 def read_facts(run: Path, name: str) -> dict[str, Any]:
@@ -140,6 +224,8 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
         if (value := number(fields, key)) is not None:
             ceiling = number(fields, real) or number(as_dict(fields.get(real)), key)
             beside = [] if ceiling is None else [f"real images: {said(ceiling)}"]
+            if (guessing := number(fields, "accuracy_majority")) is not None:
+                beside = [str(fields.get("verdict")), f"guessing the largest class: {said(guessing)}", *beside]
             beside += [str(fields["features"])] if "features" in fields else []
             if by := measured_by(fields):
                 beside.append(by)
@@ -149,6 +235,15 @@ def headline(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
         leak = "FOUND" if nearness["leak"] else "not found"
         figures.append(("Images closer to training records than to others", leak, ""))
     return figures
+
+
+def by_class(utility: dict[str, Any], classes: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return a line for each class: its accuracy, and that of the same classifier trained on real images, if known."""
+    columns = [utility.get("accuracy_per_class"), utility.get("accuracy_real_per_class")]
+    usable = [c if isinstance(c, list) and len(c) == len(classes) else [None] * len(classes) for c in columns]
+    if not any(value is not None for value in usable[0]):
+        return []
+    return [(name, *values) for name, *values in zip(classes, *usable, strict=True)]
 
 
 def measured_by(utility: dict[str, Any]) -> str:
@@ -182,10 +277,18 @@ def blocks(value: dict[str, Any], title: str = "", classes: Sequence[str] = ()) 
             caption = f"{under}: how often a record of a class (row) was classified as each class (column)"
             names = list(classes) if of_classes else [str(i) for i in range(max(map(len, item)))]
             shown = {"title": caption if of_classes else under, "names": names, "rows": item[:MOST_ROWS]}
+            shown["shades"] = [shades(row) for row in item[:MOST_ROWS]]
             tables.append({"kind": "matrix", **shown})
         elif _rows(item):
             tables.append(_listed(item, under))
     return tables
+
+
+def shades(row: Sequence[Any]) -> list[int]:
+    """Return for each cell how darkly it is shaded, 0 to 4, by its part of the row: an empty cell is not shaded."""
+    cells = [float(cell) if isinstance(cell, int | float) and cell > 0 else 0.0 for cell in row]
+    whole = sum(cells)
+    return [math.ceil(4 * cell / whole) if whole else 0 for cell in cells]
 
 
 def _listed(items: list[dict[str, Any]], title: str) -> dict[str, Any]:

@@ -5,6 +5,10 @@ for a sum of rows, each computed from one record. If a model subtracts the mean 
 blends records, every row depends on all records, and one record moves the sum further than is charged for. A trial
 looks at a few rows: it finds such code where it runs, and is no proof that there is none. Nothing of a trial is
 released.
+
+A layer's gradients are separated by the first dimension of what goes into it. If that is time, say, each row is of one
+moment of all records, and as long as there are as many moments as records, nothing else looks wrong. So a trial also
+counts what goes into every layer.
 """
 
 import contextlib
@@ -15,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, RNNLinear
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
@@ -29,6 +34,9 @@ SEEDS = (0, 1, 2)  # several, since what is blended with what may be random
 SAME, NEAR = 1e-4, 1e-2
 FLOOR = 1e-3  # least typical size, unless all numbers are smaller
 
+
+# Opacus separates their gradients by itself, whatever goes into them.
+RECURRENT = (DPRNN, DPLSTM, DPGRU, RNNLinear)
 
 Given = Callable[[], Any]  # makes the input of a run, anew for each run
 
@@ -46,7 +54,7 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
         named: Named arguments.
 
     Raises:
-        DatalensError: it mixes records.
+        DatalensError: it mixes records, or a layer's first dimension is not the records.
         CannotTell: it cannot be tried.
     """
     count = next((len(leaf) for leaf in tree_leaves((arguments, named)) if _is_row(leaf)), 0)
@@ -75,6 +83,7 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
             return model(*given[0], **given[1])
 
     try:
+        _check_first_dimensions(model, run, {rows: whole, rows - 1: lambda: cut(slice(1, None))})
         moved = _moved(run, whole, lambda: cut(slice(None), change=True), rows, place)
         if not moved and not _rounds_coarsely(model):
             with _without_dropout(model):
@@ -181,6 +190,50 @@ def _shifted(run: Callable[[Any], Any], whole: Given, shorter: Given, count: int
         return ""
     after = _rows(run, shorter(), SEEDS[0], count - 1)
     return "was left out" if _far([part[rest] for part in before], after, NEAR) else ""
+
+
+def _check_first_dimensions(model: nn.Module, run: Callable[[Any], Any], batches: dict[int, Given]) -> None:
+    """Raise if a layer that learns does not have the records as its first dimension.
+
+    Args:
+        model: The model.
+        run: Runs it.
+        batches: By number of records. Of two numbers, at most one is that of something else. Fewer records than in the
+            first one may be too few for the model, which is no reason to refuse it.
+    """
+    turned = ""
+    for number, (count, given) in enumerate(batches.items()):
+        with contextlib.suppress(Exception) if number else contextlib.nullcontext():
+            turned = turned or _turned(model, run, given, count)
+    if turned:
+        raise DatalensError(
+            f"{turned}, and gradients are separated by the first dimension: make it the records in every layer that "
+            "learns, or freeze the layer"
+        )
+
+
+def _turned(model: nn.Module, run: Callable[[Any], Any], given: Given, count: int) -> str:
+    """Return which layer that learns gets another number of rows than there are records; else ""."""
+    found: list[str] = []
+
+    def look(name: str, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        first = arguments[0] if arguments else None
+        if isinstance(first, Tensor) and (first.dim() == 0 or len(first) != count):
+            got = len(first) if first.dim() else "no"
+            found.append(f"layer {name or 'model'} ({type(layer).__name__}) gets {got} rows for {count} records")
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, arguments, name=name: look(name, layer, arguments))
+        for name, layer in model.named_modules()
+        if not isinstance(layer, RECURRENT) and any(p.requires_grad for p in layer.parameters(recurse=False))
+    ]
+    try:
+        with _seeded(SEEDS[0]):
+            run(given())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else ""
 
 
 def _rows(run: Callable[[Any], Any], given: Any, seed: int, count: int) -> list[Tensor]:

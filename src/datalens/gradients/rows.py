@@ -39,13 +39,16 @@ class RowEngine:
 
     Args:
         net: All its parameters belong to `Conv2d` (without groups or dilation) or `Linear` layers, each of which is
-            called once in a forward pass. Layers that mix examples, such as batch norm, are refused. The engine
-            works on a copy; the network that is given is not changed.
+            called once in a forward pass, with examples as the first dimension of what goes in. Batch norm is refused.
+            That nothing else in the network, or in the losses, mixes examples is for the caller to make sure; also
+            that products and convolutions do not round by place (`private.layers`). The engine works on a copy; the
+            network that is given is not changed.
         kind: The type of numbers that the copy computes in.
         device: Where it computes.
 
     Raises:
-        DatalensError: the network has other parameters, or a layer that mixes examples.
+        DatalensError: the network has other parameters, parameters that two layers share, a layer of size 0, or batch
+            norm.
     """
 
     def __init__(self, net: nn.Module, *, kind: torch.dtype, device: torch.device) -> None:
@@ -61,7 +64,10 @@ class RowEngine:
             if not isinstance(module, nn.Conv2d | nn.Linear):
                 continue
             _check(name, module)
-            known |= {id(parameter) for parameter in module.parameters()}
+            own = {id(parameter) for parameter in module.parameters()}
+            if own & known:
+                raise DatalensError(f"layer {name} shares weights with another: give each layer its own")
+            known |= own
             bias = 0 if module.bias is None else module.bias.numel()
             layers.append(_Layer(name=name, start=start, weights=module.weight.numel(), bias=bias))
             self._modules[name] = module
@@ -69,6 +75,8 @@ class RowEngine:
         strange = next((n for n, parameter in self._net.named_parameters() if id(parameter) not in known), None)
         if strange is not None:
             raise DatalensError(f"parameter {strange} is of no Conv2d or Linear layer: its rows are not known here")
+        if not layers:
+            raise DatalensError("the network has no Conv2d or Linear layer: there is nothing to learn")
         self._layers, self.size = layers, start
 
     def flat(self, net: nn.Module) -> Tensor:
@@ -123,6 +131,11 @@ class RowEngine:
                 rows[:, layer.start : end + layer.bias] = 0  # it was not called
                 continue
             inputs, slopes = tapes[layer.name].both(layer.name)
+            if len(inputs) != records * repeats:
+                raise DatalensError(
+                    f"layer {layer.name} got {len(inputs)} rows for {records * repeats} examples: examples must be the "
+                    "first dimension of what goes into a layer"
+                )
             weights, biases = _products(self._modules[layer.name], inputs, slopes, records)
             rows[:, layer.start : end] = weights.flatten(1)
             if layer.bias:
@@ -172,6 +185,8 @@ def _taped(modules: dict[str, nn.Conv2d | nn.Linear]) -> Iterator[dict[str, _Tap
 
 
 def _check(name: str, module: nn.Conv2d | nn.Linear) -> None:
+    if module.weight.numel() == 0:
+        raise DatalensError(f"layer {name} has no weights, as one of its sizes is 0: leave it out")
     if isinstance(module, nn.Linear):
         return
     plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"

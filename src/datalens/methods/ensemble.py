@@ -36,7 +36,7 @@ class TeacherOptions:
     basis: Annotated[Literal["pixel", "dct"] | None, CHOICE] = None
     """Coordinates in which teachers vote."""
     basis_size: WholeNumber = None
-    """Number of low-frequency coordinates (dct only)."""
+    """Number of coordinates (not of pixels): low-frequency cosines, or random directions."""
 
 
 @dataclass(frozen=True, kw_only=True)

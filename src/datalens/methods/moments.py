@@ -16,7 +16,9 @@ Coordinates are low-frequency cosines; clipping norms are quantiles of the histo
 post-processing (`released.moments`).
 """
 
+import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +38,7 @@ from datalens.errors import BudgetExceeded, DatalensError
 from datalens.options import Noise, NoiseName, Number, WholeNumber
 from datalens.plans.base import (
     Method,
+    Outlook,
     Part,
     Place,
     Request,
@@ -77,16 +80,22 @@ RELEASES = (
 )
 
 SIGMAS = 1e-6  # relative tolerance of σ: versions of the libraries may round it differently
-# Noise-to-signal ratio of the class covariances below which this holds, and what to expect of the images then.
-SEEN = (
-    (0.1, "the variation within classes is learned well: expect varied images"),
-    (0.5, "the variation within classes is learned with noise: expect recognisable images, less varied than yours"),
-    (1.5, "little of the variation within classes is learned: expect images of a class that look alike"),
+# What becomes of a class, by the larger noise-to-signal ratio of its covariances (of coordinates, of texture). A class
+# with less than two thirds of the records of the largest one is rare: a classifier learns to know it by its noise, so
+# far less noise is too much for it. Measured: benchmarks/rare_classes.py, benchmarks/small_data.py, docs/utility.md.
+VARIED, USABLE, DOUBTFUL = 0.1, 0.5, 1.5
+RARE, RARE_USABLE, RARE_DOUBTFUL = 2 / 3, 0.05, 0.13
+WORDS = (
+    "usable: recognisable, varied images",
+    "usable: recognisable images, less varied than the real ones",
+    "doubtful: noisy or all alike, look at its images before you use them",
+    "not usable: its images are mostly noise",
+    "left out: it does not stand out of the noise",
 )
-NOTHING_ELSE = "the variation within classes is lost in noise: expect about one blurred image for each class"
 NOISE_BY = (
-    "for norms, noise of a bin / number of records; for sums, noise of a coordinate of a class mean / clipping norm; "
-    "for covariances, largest eigenvalue of the noise of a class covariance / squared clipping norm"
+    "how large the noise is beside what it is added to. norms: noise of a bin, beside the number of records. sums: "
+    "noise of a coordinate of a class mean, beside the longest row. covariances: the most that noise can change the "
+    "variance of a class in any direction, beside the square of the longest row"
 )
 
 
@@ -355,13 +364,74 @@ class MomentSettings(Settings):
         parts = {part["release"]: part for part in self.costs(schema, budget)}
         records = schema.nominal_size / len(schema.classes)
         count_noise = parts["sums"]["sigma"] / self.counted
-        covariance_noise = parts["covariances"]["noise_to_signal"]
-        outlook = next((text for limit, text in SEEN if covariance_noise < limit), NOTHING_ELSE)
+        one = self.outlook(schema, budget, [records] * len(schema.classes))[0]
+        unit = "persons" if schema.by_person else "records"
+        rare = max(self._class_noise(schema, budget) / RARE_USABLE, self._least_class(schema, budget))
         return [
-            f"the count of a class (about {records:.3g} records) has a standard error of {count_noise:.2g}",
-            f"each coordinate of a class mean has a standard error of {parts['sums']['noise_to_signal']:.2g} times the "
-            f"clipping norm; {outlook}",
+            f"if all classes have the same size (about {round_number(records)} {unit}): {one.words}"
+            + (f". What helps: {one.remedy}" if one.remedy else ""),
+            f"a class that is much smaller than others is usable from about {round_number(rare)} {unit} on",
+            f"the released number of {unit} of a class is off by about {round_number(count_noise)}",
         ]
+
+    def _class_noise(self, schema: Schema, budget: Budget) -> float:
+        """Return the noise-to-signal ratio of a class, times its number of records."""
+        ratios = [part["noise_to_signal"] for part in self.costs(schema, budget) if "covariances" in part["release"]]
+        return max(ratios) * schema.nominal_size / len(schema.classes)
+
+    def _needed(self, schema: Schema, budget: Budget, largest: float) -> float:
+        """Return from how many records on a class is usable, beside a largest class of this size."""
+        noise = self._class_noise(schema, budget)
+        enough = min(noise / RARE_USABLE, max(noise / USABLE, RARE * largest))
+        return max(enough, self._least_class(schema, budget))
+
+    def outlook(self, schema: Schema, budget: Budget, counts: Sequence[float]) -> list[Outlook]:
+        noise, least, largest = self._class_noise(schema, budget), self._least_class(schema, budget), max(counts)
+        needed, unit = self._needed(schema, budget, largest), "persons" if schema.by_person else "records"
+
+        def one(count: float) -> Outlook:
+            ratio, rare = noise / max(count, 1e-9), count < RARE * largest
+            if count >= needed:
+                return Outlook(usable=True, words=WORDS[0] if ratio < VARIED else WORDS[1])
+            doubtful = RARE_DOUBTFUL if rare else DOUBTFUL
+            enough = self._epsilon_for(schema, budget, count, largest)
+            larger = "" if enough is None else f", choose --epsilon {enough:g}"
+            merged = f"merge it with a similar class (about {round_number(needed)} {unit} together are enough)"
+            return Outlook(
+                usable=False,
+                words=WORDS[4] if count < least else WORDS[2] if ratio < doubtful else WORDS[3],
+                remedy=f"{merged}{larger}, or leave it out",
+            )
+
+        return [one(count) for count in counts]
+
+    def _epsilon_for(self, schema: Schema, budget: Budget, count: float, largest: float) -> float | None:
+        """Return a larger ε, up to 10, at which a class of so many records is usable; None if there is none."""
+        by_rule = self.coordinates == min(default_size(schema, budget), schema.dimensions)
+        for epsilon in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0):
+            if epsilon <= budget.epsilon:
+                continue
+            larger = dataclasses.replace(budget, epsilon=epsilon)
+            s = self
+            if by_rule:  # the number of coordinates grows with ε
+                size = default_size(schema, larger)
+                texture = min(size, Texture(schema.shape).size) if self.texture else 0
+                s = dataclasses.replace(self, coordinates=min(size, schema.dimensions), texture=texture)
+            if count >= s._needed(schema, larger, largest):
+                return epsilon
+        return None
+
+    def seconds(self, schema: Schema) -> float:
+        """Return an estimate from the texture of a few random images, which takes most of the time."""
+        few = torch.rand(64, *schema.shape, generator=torch.Generator().manual_seed(0))
+        texture, times = Texture(schema.shape), []
+        for _ in range(3):  # the first one warms up
+            began = time.monotonic()
+            texture(few)
+            times.append(time.monotonic() - began)
+        each = min(times) / len(few)
+        drawn = 100 * min(10, len(schema.classes)) / 10 * 3 * self.texture_steps  # a step forwards and backwards
+        return each * (schema.nominal_size + (released.WHITENING if self.texture else 0) + drawn)
 
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
         if why := self.refusal(schema, budget):
@@ -434,21 +504,35 @@ RELEASE_SHARES = {
 HARDLY_ANY, SCARCE = 16, {"texture": 0, "sums_share": 0.6}
 
 
+def default_size(schema: Schema, budget: Budget) -> int:
+    """Return how many coordinates the noise of a budget leaves room for."""
+    most = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
+    return int(min(most, max(LEAST_COORDINATES, _above_noise(schema, budget))))
+
+
+def _above_noise(schema: Schema, budget: Budget) -> float:
+    """Return the number of coordinates that stand out of the noise."""
+    mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
+    return 0.12 * mu * (schema.nominal_size / len(schema.classes))
+
+
+def round_number(value: float) -> str:
+    """Return a number with two digits, written out: 1200, 260, 0.02."""
+    return f"{float(f'{value:.2g}'):,.10g}".replace(",", "")
+
+
 def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
     """Return the settings: as many coordinates as the noise leaves room for; all else is the same for all data."""
     options: Options = request.options
     check_exact_noise(request)
     exact = can_be_exact(request) and math.isfinite(budget.epsilon)
-    records = schema.nominal_size / len(schema.classes)
     mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
     if mu * math.sqrt(RELEASE_SHARES["covariances_share"]) < SMALLEST_MU:
         raise BudgetExceeded(
             f"no noise is large enough for {budget.describe(budget.epsilon)}: raise --epsilon, or use --accountant "
             "exact"
         )
-    most = min(MOST_COORDINATES, math.isqrt(MOST_CELLS // len(schema.classes)))
-    above_noise = 0.12 * mu * records  # number of coordinates that stand out of the noise
-    size = int(min(most, max(LEAST_COORDINATES, above_noise)))
+    size = default_size(schema, budget)
     values: dict[str, Any] = RELEASE_SHARES | {
         "coordinates": min(size, schema.dimensions),
         "texture": min(size, Texture(schema.shape).size),
@@ -456,7 +540,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
         "covariances_quantile": 0.5,
         "texture_steps": 12,
     }
-    if above_noise < HARDLY_ANY:
+    if _above_noise(schema, budget) < HARDLY_ANY:
         values |= SCARCE
     overrides = Options.__dataclass_fields__.keys() - {"warm_start", "noise", "engine", "scheduler", "workers"}
     values |= {name: value for name in overrides if (value := getattr(options, name)) is not None}
@@ -526,6 +610,7 @@ def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings,
         sums = ask("sums", lambda: records.sums(view, clip=clip, classes=classes, **counting))
         means, counts = released.class_means(sums, clip=clip, floor=floor, **counting)
         present = present_classes(counts, sums.event.sigma / s.counted, schema, run.ledger)
+        warn_of_rare(s, schema, run.ledger.budget, counts, present)
 
         norms = ask("residual-norms", lambda: records.histogram(view, means=means, edges=edges, **grid))
         clip = released.quantile_edge(norms, edges, s.covariances_quantile)
@@ -680,6 +765,23 @@ def present_classes(counts: Tensor, noise: float, schema: Schema, ledger: Ledger
     for label in torch.nonzero(~enough).flatten().tolist():
         say(f"warning: class {schema.classes[label]} has too few records to stand out of the noise: it is left out")
     return torch.nonzero(enough).flatten()
+
+
+def warn_of_rare(s: MomentSettings, schema: Schema, budget: Budget, counts: Tensor, present: Tensor) -> None:
+    """Warn of classes whose images will be of little use, judged by released counts.
+
+    Args:
+        counts: released counts [classes].
+        present: the classes that are not left out.
+    """
+    outlooks = s.outlook(schema, budget, counts.tolist())
+    for label in present.tolist():
+        if not outlooks[label].usable:
+            one = outlooks[label]
+            say(
+                f"warning: class {schema.classes[label]} has about {round_number(float(counts[label]))} records, by "
+                f"the released count: {one.words}. What would help: {one.remedy} (another run costs more privacy)"
+            )
 
 
 MOMENTS = Method(

@@ -198,7 +198,11 @@ class SgdSettings(Settings):
 
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
         names = ("clip", "topk", "selector", "batch_size", "network", "extractor")
-        return super().facts(events) | {"accuracy": None} | {name: getattr(self, name) for name in names}
+        return (
+            super().facts(events)
+            | {"accuracy": None, "accuracy_majority": None}
+            | {name: getattr(self, name) for name in names}
+        )
 
     def price_said(self) -> str:
         return "as Gaussian noise of variance (sigma·bound)² on a sum over a Poisson sample"
@@ -524,6 +528,7 @@ def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "C
     model = trainer.average if settings.average else trainer.model
     if data.test is not None and run.completed > 0:
         run.facts["accuracy"] = accuracy(model, *data.test)
+        run.facts["accuracy_majority"] = int(data.test[1].bincount().max()) / len(data.test[1])  # for comparison
         run.log(run.completed, accuracy=run.facts["accuracy"])
     return model
 

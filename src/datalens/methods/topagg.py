@@ -89,6 +89,8 @@ class Options(TeacherOptions):
     network: Annotated[NetworkName | None, CHOICE] = None  # type: ignore[assignment]
     """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
     the paper's size. printed: exactly the paper's, whose votes hardly depend on the label."""
+    basis: Annotated[Literal["pixel", "dct", "random"] | None, CHOICE] = None  # type: ignore[assignment]
+    """Coordinates in which teachers vote. dct: low-frequency cosines. random: random directions of the pixels."""
     k: WholeNumber = None
     """Number of coordinates that a teacher votes on, per synthetic image."""
     sigma: Number = None
@@ -153,7 +155,7 @@ class TopAggSettings(Settings):
     teacher_weight_decay: float
     teacher_steps: int
     teacher_steps_first: int
-    basis: Literal["pixel", "dct"]
+    basis: Literal["pixel", "dct", "random"]
     basis_size: int
     compress: str  # a CompressName, or a plug-in's
     k: int
@@ -326,6 +328,14 @@ class TopAggSettings(Settings):
         more = "" if part <= 4 else ": far more than there are, so expect noise"
         return [f"a vote exceeds two standard deviations of the noise where {part:.0%} of the teachers agree{more}"]
 
+    def warnings(self, schema: Schema, budget: Budget) -> list[str]:
+        if self.decode != "threshold" or self.beta <= 1:
+            return []
+        return [
+            f"beta is {self.beta:.3g}, more than 1: not even unanimous votes reach the threshold, only noise does; "
+            "choose --beta up to 1, --decode sign, more --teachers, or less --sigma"
+        ]
+
     def suggestion(self) -> Suggestion | None:
         """Return the best k by Theorem 6, if teachers vote with their top k and there is noise."""
         if self.compress not in ("topk-sign", "topk") or self.sigma == 0 or self.basis_size < 2:
@@ -465,6 +475,8 @@ def plan(request: Request, schema: Schema, budget: Budget) -> TopAggSettings:
     asked = {field: value for field in overrides if (value := getattr(options, field)) is not None}
     if options.student_decay is not None:
         asked["student_decay"] = options.student_decay == "cosine"
+    if asked.get("beta", 0) > 1:  # settings of older runs may have it: `check_settings` lets it pass
+        raise DatalensError(f"--beta must be at most 1 (not even unanimous votes pass above), not {asked['beta']:g}")
     _adjust_to_what_was_asked(values, asked, schema)
     values |= asked
     values["hidden"] = HIDDEN[values["network"]]
@@ -501,7 +513,7 @@ def _adjust_to_what_was_asked(values: dict[str, Any], asked: dict[str, Any], sch
         raise DatalensError("--basis-size is for --basis dct, since --basis pixel uses all pixels: leave it out")
     if asked.get("basis", values["basis"]) == "pixel":
         values["basis_size"] = schema.dimensions
-    if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) == "pixel":
+    if asked.get("network", values["network"]) == "spectral" and asked.get("basis", values["basis"]) != "dct":
         raise DatalensError(
             "--network spectral works on cosine coefficients: use --basis dct, or --network compact or paper"
         )
@@ -851,5 +863,6 @@ TOPAGG = Method(
     presets=("default", "quick"),
     persons=True,
     teachers=True,
+    version=2,  # 1: without the linear part of convolutional teachers, and with other settings above ε = 1
 )
 PAPER = dataclasses.replace(TOPAGG, presets=("paper", "code"), accountant="rdp")

@@ -19,7 +19,7 @@ REPORT, OWNER = "report.html", "owner.html"
 MOST_BYTES = 5_000_000  # size limit of a sealed page
 GENERATOR = b'<meta name="generator" content="datalens">'
 _SEAL = re.compile(rb"<!-- sha256 of everything above: ([0-9a-f]{64}) -->\n\Z")
-FORMAT = 2  # of the release's page; increase it whenever the same release would give other bytes
+FORMAT = 3  # of the release's page; increase it whenever the same release would give other bytes
 _FORMAT = re.compile(rb'<meta name="datalens-page" content="([0-9]{1,6})">')
 _CERTIFICATE = re.compile(rb'<meta name="datalens-certificate" content="([0-9a-f]{64})">')
 
@@ -74,7 +74,7 @@ def seal_problem(content: bytes, certificate: str) -> str | None:
 
 
 def page_format(content: bytes) -> int:
-    """Return the `FORMAT` that a page was written in. Pages of format 1 do not state it."""
+    """Return the `FORMAT` that a page was written in. Pages of format 1 (of datalens 0.1.0) do not state it."""
     stated = _FORMAT.search(content)
     return int(stated[1]) if stated else 1
 

@@ -291,6 +291,14 @@ class Settings:
         """Return sentences about the images that this budget will give, as far as that can be predicted."""
         return []
 
+    def outlook(self, schema: Schema, budget: Budget, counts: Sequence[float]) -> "list[Outlook]":
+        """Return how usable the images of each class will be if it has so many records; empty: that is not known.
+
+        It is computed from its arguments alone. From released counts the result may be released; from exact ones it is
+        for the owner.
+        """
+        return []
+
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
         """Return warnings about these settings, for the owner to read before a run."""
         return []
@@ -310,6 +318,21 @@ class Settings:
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
         """Return the facts that `--json` prints about runs of this method, besides those about all runs."""
         return {"warm_start": "off", "sigma": getattr(self, "sigma", None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """How usable the images of a class are.
+
+    Attributes:
+        usable: whether the class is learned well enough for its images to be of use.
+        words: in words.
+        remedy: what helps; "" if no help is needed.
+    """
+
+    usable: bool
+    words: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +411,8 @@ class Method:
         command: the command that runs it.
         persons: whether it can protect a person with all of their images.
         teachers: whether each record belongs to one of several teachers.
+        version: raised whenever the same options and seed would give other results than before. Kept results name it,
+            so that those of older code are known.
     """
 
     settings: type[Settings]
@@ -401,6 +426,7 @@ class Method:
     command: Literal["train", "sgd"] = "train"
     persons: bool = False
     teachers: bool = False
+    version: int = 1
 
 
 # --- for plans ------------------------------------------------------------------------------------------------------

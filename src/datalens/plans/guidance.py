@@ -21,6 +21,34 @@ def warnings(budget: Budget, schema: Schema, settings: Settings) -> list[str]:
     return lines + budget_warnings(budget, schema.nominal_size) + settings.warnings(schema, budget)
 
 
+# Up to each ε, what a guarantee is called (docs/steward.md has the numbers); above the last one it is weak.
+GRADES = ((1.5, "strong"), (4.0, "moderate"))
+
+
+def grade(epsilon: float) -> str:
+    """Return what a guarantee of this ε is called: strong, moderate or weak."""
+    return next((word for limit, word in GRADES if epsilon <= limit), "weak")
+
+
+def belief(before: float, epsilon: float) -> float:
+    """Return the strongest belief that a suspicion can become, except with a probability of about δ.
+
+    Examples:
+        >>> round(belief(0.1, 1.0), 3)
+        0.232
+    """
+    return before / (before + (1 - before) * math.exp(-min(epsilon, 700.0)))
+
+
+def worth(epsilon: float) -> str:
+    """Return in words what a guarantee of this ε is worth."""
+    if math.isinf(epsilon):
+        return ""
+    shown = min(99.9, math.ceil(1000 * belief(0.1, epsilon)) / 10)
+    most = "almost a certainty" if shown >= 99.9 else f"at most {shown:g} %"
+    return f"That is a {grade(epsilon)} guarantee: a suspicion of 10 % can become {most}."
+
+
 def nothing_stands_out(schema: Schema, ledger: Ledger) -> str:
     """Return the error message for a run that ends because its first releases, already charged, show no class."""
     spent = ledger.budget.describe(ledger.spent())

@@ -125,6 +125,11 @@ def chosen(options: TrainOptions) -> str:
     return "topagg" if is_topagg else "datalens"
 
 
+def version_of(options: TrainOptions) -> int:
+    """Return the version of the code that a run with these options would be made by (`Method.version`)."""
+    return method_named(chosen(options)).version
+
+
 def flag(name: str) -> str:
     """Return an option as it is typed on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -152,6 +157,11 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     method = method_named(name)
     if schema.by_person:
         _check_persons(options, method)
+    if schema.left_out and options.relation == "replace-one":
+        raise DatalensError(
+            "--skip-unreadable is for --relation add-remove: under replace-one, a file that is replaced by an "
+            "unreadable one would change the number of records; take such files out first"
+        )
     budget = _budget(options, method)
     own = _own(options, name, method)
     # `--preset topagg` chose the method (see `chosen`), and is not a preset of that.

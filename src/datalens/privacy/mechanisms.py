@@ -146,6 +146,12 @@ class LaplaceVote:
 
     Formal guarantees: see `LaplaceEvent`. A label has two counts, and a changed ballot moves both, so with noise
     Lap(1/λ) it is 2λ-DP, as published. Here the composition over all labels is priced exactly.
+
+    | ballots of | relation | a neighbour |
+    |---|---|---|
+    | teachers | any | has another ballot: two counts per query |
+    | records or persons | replace-one | has another ballot: two counts per query |
+    | records or persons | add-remove | has one ballot more, or fewer: one count per query |
     """
 
     noise: LaplaceNoise
@@ -154,9 +160,10 @@ class LaplaceVote:
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
         if not isinstance(votes, VoteCounts):
             raise TypeError("Laplace noise is for counts of ballots: other rows may move a count by more than one")
+        appears = ledger.budget.relation == "add-remove" and votes.row_unit != "teacher"
         event = LaplaceEvent(
             row_unit=votes.row_unit,
-            moved=min(2 * votes.queries, votes.cells),
+            moved=votes.queries if appears else votes.moved,
             relation=ledger.budget.relation,
             scale=self.noise.scale,
             queries=votes.queries,

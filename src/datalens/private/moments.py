@@ -119,7 +119,7 @@ class RecordRows:
         persons: list[np.ndarray] = []
         fingerprint = asked = 0
 
-        with bar(f"reading {schema.name}", schema.nominal_size, shown=shown) as (progress, task):
+        with bar(f"reading {schema.name}", schema.nominal_size, private=True, shown=shown) as (progress, task):
 
             def everyone(index: np.ndarray, names: Iterable[bytes]) -> np.ndarray:
                 nonlocal asked

@@ -25,7 +25,7 @@ class Pool:
         schema = records.schema
         rows = Rows(torch.Size(schema.shape), torch.uint8, device, capacity=schema.nominal_size)
         labels, fingerprint = [np.zeros(0, np.int64)], 0
-        with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
+        with bar(f"reading {schema.name}", schema.nominal_size, private=True) as (progress, task):
 
             def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
                 progress.advance(task, len(index))

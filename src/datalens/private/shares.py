@@ -107,7 +107,7 @@ class Shares:
         pixels = torch.zeros(1, schema.height, schema.width, schema.channels, dtype=torch.uint8, device=device)
         example = features(pixels)
         rows = Rows(example.shape[1:], example.dtype, device, capacity=expected)
-        with bar(f"reading {schema.name}", schema.nominal_size) as (progress, task):
+        with bar(f"reading {schema.name}", schema.nominal_size, private=True) as (progress, task):
             for block in records.blocks(choose):
                 if len(block.index):
                     rows.append(features(torch.from_numpy(block.images).to(device)))

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BasisName = Literal["pixel", "dct", "opponent"]
+from datalens.public import streams
+
+BasisName = Literal["pixel", "dct", "opponent", "random"]
 
 # Light and two colour differences. They are orthonormal, and the first holds most of an image.
 OPPONENT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
@@ -49,6 +51,7 @@ def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -
     Args:
         name: "pixel": all pixels. "dct": cosines, divided evenly among the channels. "opponent": for three channels,
             six of eight coordinates for light and one of eight for each colour difference; otherwise like "dct".
+            "random": orthonormal random directions, always the same ones.
         shape: [channels, height, width].
         size: Number of coordinates; None for all. Ignored for pixels.
     """
@@ -57,7 +60,12 @@ def make_basis(name: BasisName, shape: tuple[int, int, int], size: int | None) -
     channels, height, width = shape
     size = min(size or channels * height * width, channels * height * width)
     rows = np.zeros((size, channels, height, width))
-    if name == "opponent" and channels == 3:
+    if name == "random":
+        normal = torch.randn(
+            channels * height * width, size, generator=streams.generator(0, "basis"), dtype=torch.float64
+        )
+        rows = torch.linalg.qr(normal).Q.T.numpy().reshape(rows.shape)
+    elif name == "opponent" and channels == 3:
         colour = min(size // 8, height * width)
         light = min(size - 2 * colour, height * width)
         parts = ((0, light), (1, colour), (2, colour))

@@ -21,6 +21,8 @@ from datalens.privacy.events import (
     UnknownEvent,
 )
 from datalens.privacy.ledger import Budget, Ledger, canonical_json, json_number, upwards
+from datalens.released import publication as publications
+from datalens.released.publication import Publication
 
 WEIGHTS, LEDGER, CERTIFICATE, PICTURE = "generator.safetensors", "ledger.jsonl", "certificate.json", "samples.png"
 MODEL = "model.safetensors"  # replaces WEIGHTS where a classifier was trained
@@ -29,8 +31,9 @@ SIGNATURE = CERTIFICATE + ".sig"  # the owner's signature, if any (see `signing`
 VERSION = 3  # version 2 is datalens 0.1.0's, whose weights do not state how many steps they learned from
 
 NOT_PRIVATE = "NOT PRIVATE"
+EVALUATION = "results of evaluating on real data"
 NOT_COVERED = (
-    "results of evaluating on real data",
+    EVALUATION,
     "the choice of settings, if several runs on the same data were compared",
     "stopping a run because of what its private metrics showed",
     "other releases made from the same data (their costs add up)",
@@ -46,10 +49,12 @@ DECLARED_PUBLIC = (
 
 
 def declared_public(schema: Schema) -> list[str]:
-    """Return what is declared public, with a note on the facts that were read off the data, if any."""
+    """Return what is declared public, with notes on facts that were read off the data and on files left out, if any."""
     declared = list(DECLARED_PUBLIC)
     if schema.by_person:
         declared[1] = declared[1].replace("records", "persons")
+    if schema.left_out:
+        declared.append(schema.left_out)
     return [*declared, schema.note] if schema.read_off else declared
 
 
@@ -59,7 +64,14 @@ CHAIN = (
 )
 
 
-def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha256: dict[str, str]) -> dict[str, Any]:
+def make_certificate(
+    *,
+    settings: Settings,
+    schema: Schema,
+    ledger: Ledger,
+    sha256: dict[str, str],
+    published: Publication | None = None,
+) -> dict[str, Any]:
     """Return the certificate of a release, computed from released and public values only.
 
     Args:
@@ -67,8 +79,9 @@ def make_certificate(*, settings: Settings, schema: Schema, ledger: Ledger, sha2
         schema: the public facts about the data set.
         ledger: the ledger of the run.
         sha256: the hash of each certified file of the release, except the page.
+        published: its accuracy, if that was published.
     """
-    certificate = contents(settings, schema, ledger.budget, ledger.events)
+    certificate = contents(settings, schema, ledger.budget, ledger.events, published=published)
     certificate |= {"versions": versions(), "sha256": sha256}
     certificate["sha256"] = {**sha256, PAGE: hashlib.sha256(page_bytes(certificate)).hexdigest()}
     certificate["sha256"] |= {"certificate": own_hash(certificate)}
@@ -81,7 +94,13 @@ def certificate_bytes(certificate: dict[str, Any]) -> bytes:
 
 
 def contents(
-    settings: Settings, schema: Schema, budget: Budget, events: tuple[Event, ...], *, version: int = VERSION
+    settings: Settings,
+    schema: Schema,
+    budget: Budget,
+    events: tuple[Event, ...],
+    *,
+    version: int = VERSION,
+    published: Publication | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a certificate that follow from ledger, settings and public facts.
 
@@ -89,7 +108,17 @@ def contents(
 
     Args:
         version: the version of the certificate whose fields are returned.
+        published: the published accuracy, if there is one.
     """
+    if published is not None:
+        certificate = contents(settings, schema, budget, events, version=version)
+        fields = published.fields(budget, schema)
+        certificate["statement"] += " " + fields["statement"]
+        certificate["not_covered"] = [
+            f"{EVALUATION}, other than the published accuracy",
+            *certificate["not_covered"][1:],
+        ]
+        return {**certificate, publications.FIELD: fields}
     origins = {event.noise for event in events if not isinstance(event, UnknownEvent)}
     private = is_private(budget, events)
     return {
@@ -168,6 +197,8 @@ def page_bytes(certificate: dict[str, Any]) -> bytes:
         ]
     else:
         lines += ["Treat this folder as you would treat the data it was made from.", ""]
+    if publications.FIELD in c:
+        lines += ["**Published accuracy.** " + "; ".join(publications.said(c[publications.FIELD])) + ".", ""]
     lines += [
         "| | |",
         "|---|---|",
@@ -226,7 +257,8 @@ def weights_of(certificate: dict[str, Any]) -> str:
 def files_of(certificate: dict[str, Any]) -> set[str]:
     """Return the names of the files that a release must have besides its certificate."""
     weights = weights_of(certificate)
-    return {LEDGER, PAGE, weights, *((PICTURE,) if weights == WEIGHTS else ())}
+    table = (publications.LEDGER,) if publications.FIELD in certificate else ()
+    return {LEDGER, PAGE, weights, *((PICTURE,) if weights == WEIGHTS else ()), *table}
 
 
 def read_certificate(release: Path) -> dict[str, Any]:
@@ -249,7 +281,8 @@ def read_certificate(release: Path) -> dict[str, Any]:
 
 
 def release_hashes(release: Path) -> dict[str, str]:
-    return {name: file_hash(release / name) for name in (LEDGER, WEIGHTS, PICTURE, MODEL) if (release / name).exists()}
+    names = (LEDGER, WEIGHTS, PICTURE, MODEL, publications.LEDGER)
+    return {name: file_hash(release / name) for name in names if (release / name).exists()}
 
 
 def _no_number(name: str) -> float:

@@ -16,11 +16,13 @@ from datalens.privacy.events import (
     of_part,
 )
 from datalens.privacy.ledger import Budget, upwards
+from datalens.released import publication
 from datalens.released.certificate import VERSION, contents
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
 from datalens.released.generator import Architecture, Generator, dcgan_architecture, slimmer
 from datalens.released.moments import MomentModel
+from datalens.released.publication import FIELD
 
 PRICES = 1e-6  # relative to ε: how much rounding in other versions of the libraries may add to the price of a plan
 _VERSION_TEXT = re.compile(r"[0-9A-Za-z.+!-]{1,40}|not installed")
@@ -44,6 +46,12 @@ def notes(claim: Claim) -> list[str]:
             f"a certificate of version {claim.version} binds less than version {VERSION} does: you have only the "
             "owner's word that the weights learned from nothing but what was charged (to refuse such certificates, "
             "use --require-version)"
+        )
+    if claim.version < VERSION and getattr(claim.settings, "shares", None) == "balanced":
+        lines.append(
+            "datalens 0.1.0 gave records to teachers by position also for folders of images, where this price is too "
+            "small, and the certificate does not state the format of the data: if it was such a folder, the "
+            "certificate does not hold (docs/privacy.md)"
         )
     if claim.weights.completed is None and paid < planned:
         lines.append(
@@ -72,7 +80,9 @@ def notes(claim: Claim) -> list[str]:
 def check_contents(claim: Claim) -> list[str]:
     """Check that the certificate has exactly the fields and values that ledger, settings and public facts give."""
     c, budget = claim.certificate, claim.budget
-    expected = contents(claim.settings, claim.schema, budget, claim.events, version=claim.version)
+    expected = contents(
+        claim.settings, claim.schema, budget, claim.events, version=claim.version, published=claim.published
+    )
     wrong = [f"the certificate has an unknown field {name!r}" for name in _unknown_fields(c, expected)]
     stated = float(c["epsilon_spent"])
     tolerance = budget.pricing().tolerance(claim.events, budget.delta)
@@ -81,7 +91,7 @@ def check_contents(claim: Claim) -> list[str]:
     wrong += [
         f"the certificate states {name} {c.get(name)!r}, but its ledger and settings give {value!r}"
         for name, value in expected.items()
-        if name != "epsilon_spent" and c.get(name) != value
+        if name not in ("epsilon_spent", FIELD) and c.get(name) != value  # `check_published` compares the last
     ]
     versions = c.get("versions")
     if not isinstance(versions, dict) or set(versions) != {"datalens", "torch", "numpy", "scipy"}:
@@ -89,6 +99,13 @@ def check_contents(claim: Claim) -> list[str]:
     elif not all(isinstance(text, str) and _VERSION_TEXT.fullmatch(text) for text in versions.values()):
         wrong.append("the certificate states something that is not a version number as the version of a package")
     return wrong
+
+
+def check_published(claim: Claim) -> list[str]:
+    """Check the published accuracy, if there is one: its charges, its price, and the figures that its table gives."""
+    if claim.published is None:
+        return []
+    return publication.problems(claim.certificate[FIELD], claim.published, claim.budget, claim.schema)
 
 
 def _unknown_fields(certificate: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -244,6 +261,7 @@ def _wider(given: Architecture, slim: int) -> bool:
 
 
 CHECKS: tuple[Callable[[Claim], list[str]], ...] = (
+    check_published,
     check_contents,
     check_budget,
     check_ledger,

@@ -10,6 +10,7 @@ from datalens.plans.base import Settings
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget
 from datalens.released.certificate import VERSION
+from datalens.released.publication import Publication
 from datalens.released.weights import Weights
 
 FIRST = 2  # the version of certificates that datalens 0.1.0 wrote; version 1 was never released
@@ -26,6 +27,7 @@ class Claim:
     events: tuple[Event, ...]
     spent: float
     weights: Weights
+    published: Publication | None = None
 
     @property
     def version(self) -> int:

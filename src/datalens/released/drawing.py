@@ -1,13 +1,14 @@
 """Draw labels and images from a released generator, and the picture of a release."""
 
 import math
+import time
 
 import numpy as np
 import torch
 from PIL import Image
 
 from datalens.data.schema import Schema
-from datalens.progress import bar
+from datalens.progress import LONG, bar, duration, say
 from datalens.public import streams
 from datalens.released.generator import Generator
 from datalens.released.synthetic import grid
@@ -53,6 +54,8 @@ def draw(
         labels = known[torch.arange(count) % len(known)]
     else:
         labels = known[in_proportion(sizes.to(torch.float64), count)]
+    if count >= TIMED_FROM:
+        _say_how_long(generator, labels)
     parts = []
     with torch.no_grad(), bar("sampling", count) as (progress, task):
         for part in labels.split(1000):
@@ -60,6 +63,19 @@ def draw(
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
             progress.advance(task, len(part))
     return torch.cat(parts).numpy(), labels.numpy()
+
+
+TIMED, TIMED_FROM = 32, 500  # images that are timed, and from how many on it is worth it
+
+
+def _say_how_long(generator: AnyGenerator, labels: torch.Tensor) -> None:
+    """Say how long drawing takes if that is long, from a timed part, whose images are thrown away."""
+    began = time.monotonic()
+    with torch.no_grad():
+        generator.images(labels[:TIMED], streams.generator(0, "timed")).cpu()
+    seconds = (time.monotonic() - began) * len(labels) / TIMED
+    if seconds > LONG:
+        say(f"sampling {len(labels)} images takes about {duration(seconds)}, by {TIMED} timed ones")
 
 
 def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from datalens.released import report
 from datalens.released.classifier import Classifier
 from datalens.released.drawing import draw, draw_picture, known_classes
 from datalens.released.generator import Generator, recalibrated
+from datalens.released.publication import LEDGER, publication_of
 from datalens.released.synthetic import SyntheticDataset
 from datalens.released.verification import verified
 from datalens.released.weights import AnyGenerator, load_classifier, load_generator, save_weights
@@ -78,8 +79,16 @@ def write_folder(
     draft.mkdir()
     fill(draft)
     shutil.copyfile(run / "ledger.jsonl", draft / certificates.LEDGER)
+    weights = next(draft / name for name in (certificates.WEIGHTS, certificates.MODEL) if (draft / name).exists())
+    published = publication_of(run, certificates.file_hash(weights), schema)
+    if published is not None:
+        shutil.copyfile(published[1], draft / LEDGER)
     certificate = certificates.make_certificate(
-        settings=settings, schema=schema, ledger=ledger, sha256=certificates.release_hashes(draft)
+        settings=settings,
+        schema=schema,
+        ledger=ledger,
+        sha256=certificates.release_hashes(draft),
+        published=None if published is None else published[0],
     )
     (draft / certificates.PAGE).write_bytes(certificates.page_bytes(certificate))
     (draft / certificates.CERTIFICATE).write_bytes(certificates.certificate_bytes(certificate))
@@ -93,6 +102,24 @@ def write_folder(
     os.replace(draft, target)
     shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def write_again(run: Path, *, settings: Settings, schema: Schema, ledger: Ledger) -> Path:
+    """Write the release of a run again, with the same model and picture; a signature is left out.
+
+    Args:
+        run: the folder of the run.
+        settings: the settings of the run.
+        schema: the public facts about the data set.
+        ledger: the ledger of the run.
+    """
+
+    def fill(draft: Path) -> None:
+        for name in (certificates.WEIGHTS, certificates.MODEL, certificates.PICTURE):
+            if (run / "release" / name).exists():
+                shutil.copyfile(run / "release" / name, draft / name)
+
+    return write_folder(run, fill, settings=settings, schema=schema, ledger=ledger)
 
 
 def sample(

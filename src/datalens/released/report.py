@@ -20,17 +20,21 @@ from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.pages import FORMAT, charts, render, sealed
 from datalens.plans.base import Settings
+from datalens.plans.guidance import belief, grade
 from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import Accountant, AccountantName
 from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfManyEvent, SubsampledGaussianEvent
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
+from datalens.released.moments import MomentModel
+from datalens.released.publication import FIELD, figures_of
 from datalens.released.weights import load_generator
 
 CONTENTS = (
     ("guarantee", "The guarantee"),
     ("data", "What is in it"),
+    ("accuracy", "How good it is"),
     ("budget", "The budget"),
     ("use", "Use it"),
     ("check", "Check it"),
@@ -40,6 +44,7 @@ MOST_STOPS, SLOW_STOPS = 40, 7  # points of a curve; fewer for accountants that 
 SLOW: tuple[AccountantName, ...] = ("prv", "pld")
 SAYS_LITTLE = 7.0  # from this ε on, a guess may become a certainty, to within a thousandth
 MOST_PICTURE = 3_000_000  # bytes; base64 on the page adds a third
+LEAST_SHOWN = 56  # pixels of the screen for an image: smaller ones are enlarged, by a whole factor
 MOST_LINES = 20  # lines of the table of releases
 CHARGED = "releases charged"
 _COLUMNS = ("release", "times", "sensitivity", "noise σ", "part sampled")
@@ -93,12 +98,14 @@ def _page(release: Path, like: bytes) -> bytes:
         page_format=FORMAT,
         title=f"{'A classifier trained on' if classifier else 'Synthetic data made from'} {schema.name}",
         eyebrow="datalens · privacy report",
-        contents=CONTENTS,
+        contents=[entry for entry in CONTENTS if entry[0] != "accuracy" or FIELD in c],
+        accuracy=published_accuracy(c),
         public=c["public"],
         size=f"{schema.height} × {schema.width}" + (f" × {schema.channels}" if schema.channels > 1 else ""),
         seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
         picture=None if classifier else picture_of(release, shown, schema.name),
         left_out=[] if classifier else _left_out(shown, schema),
+        classes=[] if classifier else usable_classes(release, settings, schema, budget),
         chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
         curve=_table(curves),
         releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
@@ -115,6 +122,7 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """Return the texts and numbers of the guarantee, from the certificate."""
     added = budget.relation == "add-remove"
     sure = 1 / (1 + math.exp(-min(budget.epsilon, 700.0)))
+    given = Schema.from_dict(c["public"]).given
     mechanism, stamp = c["mechanism"], "" if c["private"] else f"; {certificates.NOT_PRIVATE}"
     return {
         "private": c["private"],
@@ -130,6 +138,9 @@ def _guarantee(c: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "neighbours": "present or absent" if added else "replaced by another",
         "happens": "was in the data or not" if added else "was this one or any other",
         "told": certificates.how_well_told(budget.epsilon),
+        "grade": grade(budget.epsilon),
+        "suspicions": suspicions(budget.epsilon),
+        "condition": f" This holds given that what was read off the data is public: {given}." if given else "",
         "factor": certificates.odds_factor(budget.epsilon),
         "surest": f"{upwards(100 * sure, 4)} %" if budget.epsilon <= SAYS_LITTLE else "",
         "mechanism": mechanism["name"][:1].upper() + mechanism["name"][1:],
@@ -147,6 +158,74 @@ def _origin(c: dict[str, Any]) -> str:
     if math.isinf(float(c["epsilon_spent"])):
         return "none"
     return "secret, from the operating system" if c["noise"]["secure"] else "from a known seed"
+
+
+SUSPECTED = (0.01, 0.1, 0.5)  # as on docs/steward.md
+COMPARED = (1.0, 3.0, 10.0)
+
+
+def suspicions(epsilon: float) -> dict[str, Any]:
+    """Return the table of what a suspicion can become: at this ε, and for comparison at 1, 3 and 10."""
+    others = [other for other in COMPARED if other != epsilon]
+    columns = [epsilon, *others]
+    head = ["suspected before", "with this release", *(f"if ε were {other:g}" for other in others)]
+    return {
+        "head": head,
+        "rows": [
+            (f"{100 * before:g} %", *(percent_up(belief(before, one)) for one in columns)) for before in SUSPECTED
+        ],
+        "tenth": percent_up(belief(0.1, epsilon)),
+        "half": percent_up(belief(0.5, epsilon)),
+    }
+
+
+def percent_up(part: float) -> str:
+    """Return a percentage with one digit, rounded up: never smaller than what is guaranteed."""
+    return f"{min(100.0, math.ceil(round(1000 * part, 6)) / 10):.1f} %"
+
+
+def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Budget) -> list[tuple[str, str, str]]:
+    """Return for each class its released number of records, and how usable its images are; [] if that is not known.
+
+    All of it follows from released counts, which are in the generator.
+    """
+    generator, names = load_generator(release)
+    if not isinstance(generator, MomentModel):
+        return []
+    counts = dict(zip(generator.present.tolist(), generator.sizes.tolist(), strict=True))
+    outlooks = settings.outlook(schema, budget, [counts.get(number, 0.0) for number in range(len(names))])
+    return [
+        (name, "—" if number not in counts else f"about {float(f'{counts[number]:.2g}'):.0f}", one.words)
+        for number, (name, one) in enumerate(zip(names, outlooks, strict=bool(outlooks)))
+    ]
+
+
+def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the page says of the published accuracy, from the certificate; None if nothing was published."""
+    if FIELD not in c:
+        return None
+    fields = c[FIELD]
+    found, asked = fields["figures"], fields["asked"]
+    by_class = [
+        (name, None, "too few records to tell")
+        if one is None
+        else (name, percent(one[0]), f"{percent(one[1])} to {percent(one[2])}")
+        for name, one in zip(c["public"]["classes"], found["classes"], strict=True)
+    ]
+    return {
+        "accuracy": percent(found["accuracy"]),
+        "interval": f"{percent(found['low'])} to {percent(found['high'])}",
+        "majority": percent(found["majority"]),
+        "verdict": figures_of(fields).verdict,
+        "by": fields["answered_by"],
+        "held_out": asked["held_out"],
+        "classes": by_class,
+    }
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with one digit."""
+    return f"{100 * share:.1f} %"
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -171,17 +250,22 @@ def picture_of(release: Path, shown: Sequence[str], name: str, *, most: int = MO
             while len(content) > most:
                 image.thumbnail((image.width * 3 // 4, image.height * 3 // 4))
                 content = _png(image)
-            width, height = image.size
     except (OSError, ValueError, SyntaxError) as error:
         raise DatalensError(f"{release / certificates.PICTURE} is not a picture: fetch the release again") from error
     return {
         "base64": base64.b64encode(content).decode(),
         "classes": shown,
-        "width": width,
-        "height": height,
+        **size_shown(content, len(shown)),
         "caption": "Drawn from the generator with seed 0, a row a class",
         "alt": f"Grid of synthetic images like those of {name}; the rows are the classes {', '.join(shown)}",
     }
+
+
+def size_shown(png: bytes, rows: int) -> dict[str, int]:
+    """Return width and height of a grid of images, and the width at which the page shows it."""
+    with Image.open(BytesIO(png)) as image:
+        width, height = image.size
+    return {"width": width, "height": height, "shown": width * max(1, round(LEAST_SHOWN * rows / height))}
 
 
 def _png(image: Image.Image) -> bytes:

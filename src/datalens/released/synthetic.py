@@ -94,6 +94,14 @@ class SyntheticDataset:
     def __len__(self) -> int:
         return len(self.images)
 
+    def __repr__(self) -> str:
+        _, height, width, channels = self.images.shape
+        size = f"{height}x{width}" + (f"x{channels}" if channels > 1 else "")
+        return (
+            f"<{len(self)} synthetic images of {size} in {len(self.classes)} classes: "
+            f"{self.certificate.get('statement', 'no statement of privacy')}>"
+        )
+
     def to_torch(self) -> "TensorDataset":
         """Return a TensorDataset of images, float32 [n, c, h, w] in [0, 1], and labels, for a torch DataLoader."""
         import torch
@@ -269,9 +277,8 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> None:
 
 
 def _write_npz(dataset: SyntheticDataset, certificate: str, stream: BinaryIO) -> None:
-    grey = dataset.images.shape[3] == 1
     arrays: dict[str, Any] = {
-        "images": dataset.images[..., 0] if grey else dataset.images,
+        "images": dataset.images,
         "labels": dataset.labels,
         "classes": np.array(dataset.classes, dtype=np.str_),
         "certificate": np.array(certificate),

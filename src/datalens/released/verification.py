@@ -15,7 +15,7 @@ from datalens.plans.registry import read_settings
 from datalens.privacy.accountant import AccountantName, side_by_side
 from datalens.privacy.events import Event
 from datalens.privacy.ledger import Budget, read_ledger
-from datalens.released import checks, report, signing
+from datalens.released import checks, publication, report, signing
 from datalens.released.certificate import (
     CERTIFICATE,
     LEDGER,
@@ -83,7 +83,8 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
         TamperedError: the hash chain of its ledger is broken.
     """
     certificate = read_certificate(release)
-    for name in (LEDGER, weights_of(certificate)):
+    published = (publication.LEDGER,) if publication.FIELD in certificate else ()
+    for name in (LEDGER, weights_of(certificate), *published):
         if not (release / name).is_file():
             raise DatalensError(f"{release} is not a complete release: {name} is missing")
     problems = _file_problems(release, certificate)
@@ -101,6 +102,7 @@ def check_release(release: Path, *, redraw: bool = True) -> Verification:
             events=events,
             spent=spent,
             weights=read_weights(release / weights_of(certificate)),
+            published=_published(release, certificate),
         )
         claim.settings.check(claim.schema)  # no run was ever done with others, and no price is asked of them
         problems += checks.problems(claim)
@@ -136,6 +138,14 @@ def verified(release: Path) -> dict[str, Any]:
     if result.problems:
         raise TamperedError(f"the certificate of {release} does not stand ({result.problems[0]}): fetch it again")
     return result.certificate
+
+
+def _published(release: Path, certificate: dict[str, Any]) -> publication.Publication | None:
+    """Return the published accuracy that the certificate states, if any, with its ledger."""
+    if publication.FIELD not in certificate:
+        return None
+    ledger = read_ledger(release / publication.LEDGER)
+    return publication.read(certificate[publication.FIELD], *ledger, Schema.from_dict(certificate["public"]))
 
 
 def _warnings(certificate: dict[str, Any], budget: Budget) -> tuple[str, ...]:
@@ -210,11 +220,17 @@ def _picture_problems(release: Path, generator: AnyGenerator, schema: Schema) ->
     return [] if same else [f"{PICTURE} is not what the generator draws"]
 
 
+def _is_earlier(form: int, certificate: dict[str, Any]) -> bool:
+    """Return whether the writer of a certificate wrote pages in this earlier format, which cannot be compared."""
+    writer = certificate.get("versions", {}).get("datalens")
+    return form < FORMAT and (certificate.get("version") == FIRST or (form == 2 and writer == "0.2.0.dev0"))
+
+
 def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool) -> tuple[list[str], list[str]]:
     """Check the HTML page, and return problems and notes.
 
     The certificate has no hash of the page, so that it can be written again; but it must be complete and say the same
-    as the certificate. A page of version 0.1.0 cannot be compared, since this version writes another one: a note.
+    as the certificate. A page of an earlier version cannot be compared, since this version writes another one: a note.
     """
     path = release / REPORT
     if not path.exists():
@@ -225,7 +241,7 @@ def _report_problems(release: Path, certificate: dict[str, Any], *, redraw: bool
     problem = seal_problem(content, str(certificate["sha256"].get("certificate")))
     if problem is not None:
         return [f"{REPORT} {problem}"], []
-    if page_format(content) < FORMAT and certificate.get("version") == FIRST:
+    if _is_earlier(page_format(content), certificate):
         return [], [
             f"{REPORT} was written by an earlier version, and is not compared: run `datalens report` to write it again"
         ]

@@ -35,12 +35,7 @@ def cells(full: bool) -> list[Cell]:
 
 
 def note(full: bool) -> str:
-    how = scoring(full)
-    return (
-        f"One seed. Accuracy on the real test images of the `augmented` classifier, trained on {how.count} synthetic "
-        f"images for {how.epochs} epochs; the last one counts. None of it chose a setting. For the owner: "
-        "not covered by ε."
-    )
+    return "One seed. Accuracy on real test images. None of it chose a setting. For the owner: not covered by ε."
 
 
 def scoring(full: bool) -> Scoring:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
 from datalens.options import TrainOptions
+from datalens.plans.registry import version_of
 from datalens.reproduce.output import Row, plot_bars, show, show_cost, show_ours
 
 if TYPE_CHECKING:
@@ -53,9 +54,16 @@ class Cell:
         """Return the name of its run, for tables that share runs. It is a function of the options."""
         assert self.options is not None
         asked = {k: v for k, v in (self.asked or {}).items() if (k, v) != ("seed", 0)}  # 0 is the default: same run
+        asked["method version"] = self.version  # a run of older code is another run
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
         epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
         return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
+
+    @property
+    def version(self) -> int:
+        """Return the version of the method that would make its run today."""
+        assert self.options is not None
+        return version_of(TrainOptions(out=Path(), **self.options))
 
 
 # --- running a cell -------------------------------------------------------------------------------------------------
@@ -136,6 +144,7 @@ def run_cell(
         "column": cell.column,
         "paper": cell.paper,
         "options": cell.asked,
+        "method_version": cell.version,
         "date": datetime.now(UTC).date().isoformat(),
         **score,
         "train": {key: value for key, value in trained.items() if key != "run"},
@@ -167,6 +176,57 @@ def _train(cell: Cell, run: Path, device: str, data_folder: Path | None) -> dict
     return trained
 
 
+def stale(cell: Cell, result: dict[str, Any], scoring: Scoring) -> str | None:
+    """Return why a kept cell is not what a run would give today, or None if it is.
+
+    A method has a version, which is raised when its results change; a cell that names none was made before cells named
+    it, and nobody has shown that the code gives the same results since.
+    """
+    made, now = result.get("method_version"), cell.version
+    if made != now:
+        older = "an earlier version" if made is None else f"version {made}"
+        return f"made by {older} of the method, which is at version {now}"
+    if "utility" not in result:
+        return None
+    from datalens.evaluate.classifiers import CLASSIFIERS
+
+    asked = {"classifier": CLASSIFIERS[scoring.classifier].description, "epochs": scoring.epochs}
+    asked |= {"synthetic": scoring.count, "seeds": scoring.seeds}
+    found = [name for name, value in asked.items() if result["utility"].get(name) != value]
+    return f"scored with other {', '.join(found)}" if found else None
+
+
+MARKED = (
+    "In brackets, by rules in the code. `stale`: not shown to be what today's code gives (`--stale` runs it again). "
+    "`one class`: nine tenths of the classifier's guesses are one class, or its accuracy is no more than that class "
+    "has by being named always. `β above unanimity`: no vote of all teachers could reach the threshold, only noise did."
+)
+ONE_CLASS = 0.9  # of a classifier's guesses: from this part on it names one class always
+
+
+def marks(result: dict[str, Any] | None) -> list[str]:
+    """Return what a reader must know beside a figure: that it is stale, or that the classifier tells nothing apart.
+
+    The second is a rule over the confusion matrix: nine tenths of all guesses are one class, or the accuracy is no more
+    than that of naming the commonest class always.
+    """
+    if result is None:
+        return []
+    found = ["stale"] if result.get("stale") else []
+    score = result.get("utility", {})
+    settings = result.get("settings", {})
+    if settings.get("decode") == "threshold" and settings["beta"] > 1:
+        found.append("β above unanimity")
+    if confusion := score.get("confusion"):
+        guesses, total = [sum(column) for column in zip(*confusion, strict=True)], sum(map(sum, confusion))
+        commonest = max(sum(row) for row in confusion) / total
+        if (most := max(guesses) / total) >= ONE_CLASS:
+            found.append(f"one class in {most:.0%} of guesses")
+        elif score["accuracy"] <= commonest:
+            found.append(f"one class always has {commonest:.3f}")
+    return found
+
+
 # --- lines of accuracies --------------------------------------------------------------------------------------------
 
 
@@ -183,6 +243,7 @@ def _row(cell: Cell, result: dict[str, Any] | None) -> Row:
         "column": cell.column,
         "paper": cell.paper,
         "ours": ours,
+        "marks": marks(result),
         "difference": round(ours - cell.paper, 4) if ours is not None and cell.paper is not None else None,
         "std": score.get("accuracy_std"),
         "best_epoch": score.get("accuracy_best_epoch"),
@@ -195,23 +256,36 @@ def _row(cell: Cell, result: dict[str, Any] | None) -> Row:
         "private": trained.get("private"),
         "steps": trained.get("steps"),
         "teachers": result["settings"].get("teachers") if result else None,
+        "beta": result["settings"]["beta"] if result and result["settings"].get("decode") == "threshold" else None,
         "train_seconds": trained.get("seconds"),
         "certificate": result.get("certificate_sha256") if result else None,
     }
 
 
+def how_scored(scoring: Scoring) -> str:
+    """Return the line above a table of accuracies: which classifier scores, and how it is trained."""
+    from datalens.evaluate.classifiers import CLASSIFIERS, TRAINED
+
+    return (
+        f"Scored by the `{scoring.classifier}` classifier ({CLASSIFIERS[scoring.classifier].description}), trained on "
+        f"{scoring.count} synthetic images for {scoring.epochs} epochs by {TRAINED[scoring.classifier]}; the last "
+        "epoch counts."
+    )
+
+
 def show_accuracies(rows: list[Row]) -> str:
     lines = [
         "| row | method | paper | ours | difference | best epoch¹ | real data² | ε spent, δ, relation, accountant | "
-        "teachers | steps | seconds | certificate³ |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "teachers | β | steps | seconds | certificate³ |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         cost = "not run" if r["ours"] is None else show_cost(r)
         difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
         lines.append(
             f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "
-            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {r['steps'] or '—'} | "
+            f"{show(r['best_epoch'])} | {show(r['real'])} | {cost} | {r['teachers'] or '—'} | {show(r['beta'], 2)} | "
+            f"{r['steps'] or '—'} | "
             f"{show(r['train_seconds'], 1)} | {(r['certificate'] or '—')[:8]} |"
         )
     notes = (
@@ -219,6 +293,7 @@ def show_accuracies(rows: list[Row]) -> str:
         "¹ The best epoch is chosen on the test set, as the paper's code does: only for comparison.\n"
         "² The same classifier trained on as many real images: the ceiling.\n"
         "³ How the SHA-256 of its certificate begins; the whole of it is kept with the cell.\n"
+        f"{MARKED}\n"
     )
     return "\n".join(lines) + "\n" + notes
 
@@ -240,3 +315,8 @@ class Table:
     shares_runs: bool = False  # with other tables, so that equal runs are trained once
     measured: tuple[str, ...] = ()  # keys of scores: a kept cell without one of them is scored again
     kept_as: str | None = None  # the name of another table that has the same cells and keeps them
+
+    def said(self, full: bool) -> str:
+        """Return what stands above the table: the note and, for accuracies, how they are scored."""
+        scoring = self.scoring(full)
+        return self.note(full) + (f"\n\n{how_scored(scoring)}" if scoring.measure is accuracy else "")

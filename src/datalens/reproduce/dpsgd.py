@@ -3,6 +3,7 @@
 All of them share the same trainings (`dpsgd_runs`), so a training that one has run is not run again by the others.
 """
 
+import fnmatch
 import math
 import os
 import statistics
@@ -16,7 +17,7 @@ from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import AccountantName
 from datalens.progress import say
 from datalens.reproduce import output
-from datalens.reproduce.dpsgd_runs import DELTA, INF, SIZES, Lab, Setting, load
+from datalens.reproduce.dpsgd_runs import DELTA, INF, SIZES, Lab, Setting, load, version
 from datalens.reproduce.kept import kept_in, made_in
 
 Line = output.Row
@@ -176,6 +177,7 @@ class Mode:
     steps: int | None
     fixed: dict[str, dict[str, Any]]
     records: dict[str, int | None]
+    only: str = "*"  # pattern of the names of cells to train; of the others, kept trainings are shown
 
     @classmethod
     def of(cls, full: bool) -> "Mode":
@@ -211,12 +213,23 @@ class Figure:
 Cell = tuple[str, float, float, str, AccountantName]  # data, ε, k, selector, accountant
 
 
+def name_of(cell: Cell) -> str:
+    """Return the name by which `--cells` chooses a cell, such as mnist-eps0.3-norm0.6."""
+    data, epsilon, k, selector, accountant = cell
+    method = "gm-dp" if k == GM_DP else f"{selector}{k:g}"
+    return f"{data}-eps{epsilon:g}-{method}" + ("" if accountant == "prv" else f"-{accountant}")
+
+
 def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidates) -> dict[Cell, Figure | None]:
     """Return the figure of each cell, with the best of its candidate settings.
 
     It is None where no noise reaches the cell's ε, or where nothing is kept and nothing is run.
     """
     cells = list(dict.fromkeys(cells))
+    if lab.trains and mode.only != "*":
+        chosen = [cell for cell in cells if fnmatch.fnmatch(name_of(cell), mode.only)]
+        made = figures(lab.of_kept(), mode, [cell for cell in cells if cell not in chosen], choose)
+        return made | figures(lab, replace(mode, only="*"), chosen, choose)
     choices = {cell: _possible(lab, mode, cell, choose) for cell in cells}
     tried = lab.all(
         (replace(s, held_out=True), seed)
@@ -304,6 +317,7 @@ def _line(
         "at_printed": round(at_printed.mean, 2) if at_printed else None,  # ours, at the settings of Table 11
         "at_printed_spread": round(at_printed.spread, 2) if at_printed else None,
         "seeds": len(figure.runs) if figure else 0,
+        "marks": ["stale"] if figure and any(run.get("method_version") != version() for run in figure.runs) else [],
         "epsilon_spent": last.get("epsilon_spent"),
         "delta": DELTA,
         "relation": "add-remove",
@@ -333,6 +347,14 @@ def _title(data: str, epsilon: float) -> str:
 
 def _method(k: float, selector: str = "norm") -> str:
     return "GM-DP" if k == GM_DP else f"TopAgg {selector} k={k:g}"
+
+
+def cells_of(mode: Mode) -> list[Cell]:
+    """Return the cells of all tables."""
+    both = [(data, e) for data in ("mnist", "cifar10") for e in mode.epsilons(data)]
+    found: list[Cell] = [(data, e, k, "norm", "prv") for data, e in both for k in mode.ks]
+    found += [("mnist", e, k, "dim", "prv") for e in TABLE9_DIM for k in TABLE9_DIM[e]]
+    return found + [(data, e, GM_DP, "norm", "moments") for data, e in both if e < INF]
 
 
 def table8(lab: Lab, mode: Mode) -> list[Line]:
@@ -366,13 +388,14 @@ def table10(lab: Lab, mode: Mode) -> list[Line]:
         base = figures(lab, mode, [cell])[cell]
         if base is None:
             continue
+        trains = lab if fnmatch.fnmatch(name_of(cell), mode.only) else lab.of_kept()
         shown: dict[tuple[str, str], Setting] = {}
         for compression in ("NormTopK", "none"):
             for noise, law in (("σ²C²", "clip"), ("kσ²C²", "bound"), ("none", "none")):
                 if (compression, noise) in TABLE10:
                     selector = "norm" if compression == "NormTopK" else "none"
                     shown[compression, noise] = replace(base.setting, selector=selector, noise=law)  # type: ignore[arg-type]
-        done = lab.all([(s, seed) for s in shown.values() for seed in mode.seeds])
+        done = trains.all([(s, seed) for s in shown.values() for seed in mode.seeds])
         for (compression, noise), s in shown.items():
             row = f"{_title('mnist', epsilon)}, {'NormTopK k=0.8' if compression == 'NormTopK' else 'no compression'}"
             column = "no noise" if noise == "none" else f"noise of variance {noise}"
@@ -413,11 +436,26 @@ TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
 }  # fmt: skip
 
 
-def reproduce(name: str, *, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run missing trainings, then write the table. Return its paths. `stored`: run nothing, see `harness`."""
+def reproduce(
+    name: str,
+    *,
+    full: bool,
+    out: Path,
+    device: str,
+    stored: Path | None = None,
+    only: str | None = None,
+    again: bool = False,
+    seeds: int | None = None,
+) -> dict[str, Any]:
+    """Run missing trainings, then write the table. Return its paths. For the arguments, see `harness.reproduce`."""
     from datalens.driver import choose_device
 
     place, mode = kept_in("dpsgd", full=full, out=out, stored=stored), Mode.of(full)
+    mode = replace(mode, only=only or "*", seeds=mode.seeds[:seeds])
+    if only is not None:
+        every = [name_of(cell) for cell in cells_of(mode)]
+        if not fnmatch.filter(every, only):
+            raise DatalensError(f"--cells {only} fits no cell of {name}, such as {every[0]}")
     folder = out if stored is not None else made_in("dpsgd", full=full, out=out)
     if stored is not None:
         lines = TABLES[name](Lab(place, "cpu", workers=1, trains=False), mode)
@@ -428,9 +466,10 @@ def reproduce(name: str, *, full: bool, out: Path, device: str, stored: Path | N
         cores = os.cpu_count() or 1
         workers = max(1, min(8, cores // 2)) if where.startswith("cuda") else min(2, cores)
         if name != "table11" or full:
-            for data in ("mnist",) if name in ("table9", "table10") else ("mnist", "cifar10"):
+            wanted = {cell[0] for cell in cells_of(mode) if fnmatch.fnmatch(name_of(cell), mode.only)}
+            for data in sorted(wanted & ({"mnist"} if name in ("table9", "table10") else {"mnist", "cifar10"})):
                 load(data, mode.records[data], where)  # fetch the data and cache its features once, for all workers
-        lines = TABLES[name](Lab(place, where, workers=workers), mode)
+        lines = TABLES[name](Lab(place, where, workers=workers, again=again), mode)
     return output.write(
         name, TITLES[name], folder, full=full, rows=lines, text=f"{note(full)}\n\n{_markdown(lines)}",
         content={"note": note(full), "rows": lines},
@@ -455,7 +494,8 @@ def note(full: bool) -> str:
     return (
         f"{how} CIFAR-10: a linear head on frozen features (see the column extractor; the paper's are ResNet-18's). "
         "± is the standard deviation over seeds. ε is for add-remove, at δ = 1e-05. Certificates: how the SHA-256 of "
-        "each training's begins. Accuracy on real test records is for the owner: it is not covered by ε either."
+        "each training's begins. `stale`: not shown to be what today's code gives. Accuracy on real test records is "
+        "for the owner: it is not covered by ε either."
     )
 
 
@@ -468,7 +508,7 @@ def _markdown(lines: list[Line]) -> str:
     for r in lines:
         paper = "—" if r["paper"] is None else f"{r['paper']:.2f} ± {r['paper_spread']:.2f}"
         spread = f"± {r['spread']:.2f} ({r['seeds']})" if r["seeds"] > 1 else "(1)"
-        ours = "—" if r["ours"] is None else f"{r['ours']:.2f} {spread}"
+        ours = "—" if r["ours"] is None else f"{r['ours']:.2f} {spread}{output.show_marks(r)}"
         difference = "—" if r["difference"] is None else f"{r['difference']:+.2f}"
         mean = "—" if r["last"] is None else f"{r['last']:.2f}"
         varied = f" ± {r['at_printed_spread']:.2f}" if r["at_printed_spread"] else ""

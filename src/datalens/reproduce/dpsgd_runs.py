@@ -191,6 +191,7 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
         "setting": {key: str(value) for key, value in asdict(setting).items()},
         "seed": seed,
         "run": folder.name,
+        "method_version": version(),
         "date": datetime.now(UTC).date().isoformat(),
         "accuracy": accuracy(trainer.model, tx, ty),  # of the last weights, as in the paper
         "averaged": accuracy(trainer.average, tx, ty),  # of a weighted mean, in which late weights count most
@@ -208,6 +209,13 @@ def run(setting: Setting, seed: int, device: str, folder: Path) -> dict[str, Any
     }
 
 
+def version() -> int:
+    """Return the version of DP-SGD that a training would be made by (`plans.base.Method.version`)."""
+    from datalens.plans.registry import method_named
+
+    return method_named("sgd").version
+
+
 def _vacant(folder: Path) -> Path:
     """Return a folder that does not exist: this one or a numbered one.
 
@@ -220,16 +228,18 @@ def _vacant(folder: Path) -> Path:
 class Lab:
     """Runs trainings, several at a time, and keeps each when it ends. Trainings that are kept are not run again.
 
-    With `trains=False` it runs none and returns kept trainings only.
+    With `trains=False` it runs none and returns kept trainings only, with `again=True` those of older code once more.
     """
 
-    def __init__(self, path: Path, device: str, *, workers: int, trains: bool = True) -> None:
-        self._path, self._device, self._workers, self.trains = path, device, workers, trains
+    def __init__(self, path: Path, device: str, *, workers: int, trains: bool = True, again: bool = False) -> None:
+        self._path, self._device, self._workers, self.trains, self._again = path, device, workers, trains, again
 
     def all(self, wanted: Iterable[tuple[Setting, int]]) -> dict[tuple[Setting, int], dict[str, Any]]:
         """Return the results of these trainings, (setting, seed), after running those that are missing."""
         jobs = {job: f"{job[0].name}-seed{job[1]}" for job in wanted}
         done = read_cells(self._path)
+        if self.trains and self._again:
+            done = {name: result for name, result in done.items() if result.get("method_version") == version()}
         results = {job: done[name] for job, name in jobs.items() if name in done}
         missing = [job for job in jobs if job not in results]
         if not missing or not self.trains:
@@ -251,6 +261,10 @@ class Lab:
                 for ended in concurrent.futures.as_completed(pending):
                     keep(pending[ended], ended.result())
         return results
+
+    def of_kept(self) -> "Lab":
+        """Return one that trains nothing, on the same file."""
+        return Lab(self._path, self._device, workers=1, trains=False)
 
     def kept(self) -> list[Setting]:
         """Return the settings of kept trainings, each once."""

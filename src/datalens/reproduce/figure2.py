@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from datalens.methods.topagg import TopAggSettings
+from datalens.methods.topagg import TOPAGG, TopAggSettings
 from datalens.options import TrainOptions
 from datalens.privacy import bounds
 from datalens.privacy.curves import exact_epsilon, rdp_epsilon
@@ -92,8 +92,8 @@ def panels(full: bool) -> list[Panel]:
 ALIKE = {"Fashion-MNIST": "fashion-mnist", "CelebA-Gender": "celeba-gender"}
 
 
-def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Run missing panels, then write the figure. Return its paths. `stored`: run nothing, see `harness`."""
+def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None, again: bool = False) -> dict[str, Any]:
+    """Run missing panels, then write the figure. Return its paths. For the arguments, see `harness`."""
     from datalens.data.named import sources
 
     place = kept_in("figure2", full=full, out=out, stored=stored)
@@ -102,6 +102,8 @@ def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None)
     shown, left_out = [], []
     for panel in panels(full):
         measured = kept(place, panel.data, {"options": panel.options})
+        if measured is not None and again and is_old(measured):
+            measured = None
         if measured is None and stored is not None:
             left_out.append(f"{panel.name}: not run")
         elif measured is None and not sources.downloadable(panel.data) and not sources.cached(panel.data):
@@ -163,11 +165,17 @@ def _measure(panel: Panel, folder: Path, device: str) -> dict[str, Any]:
     return {
         "name": panel.name,
         "options": panel.options,
+        "method_version": TOPAGG.version,
         "how": panel.how,
         "date": datetime.now(UTC).date().isoformat(),
         "warning": bounds.WARNING,
         **summary(analyses, settings),
     }
+
+
+def is_old(measured: dict[str, Any]) -> bool:
+    """Return whether the teachers that were measured are of an earlier version of TopAgg."""
+    return measured.get("method_version") != TOPAGG.version
 
 
 def watched_run(
@@ -311,7 +319,8 @@ def _panel_lines(panel: dict[str, Any]) -> list[str]:
     return [
         f"## {_title(panel)}",
         "",
-        f"Votes: {panel['how']}. {panel['queries']} queries were looked at, {panel['date']}.",
+        f"Votes: {panel['how']}. {panel['queries']} queries were looked at, {panel['date']}"
+        f"{' (stale: by an earlier version of the teachers)' if is_old(panel) else ''}.",
         "",
         f"| bound | ε after {end['queries']} queries ({COST}) | queries until ε = {EPSILON:g} |",
         "|---|---|---|",

@@ -8,9 +8,9 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datalens.reproduce.cells import Cell, Scoring, Table
+from datalens.reproduce.cells import Cell, Scoring, Table, marks
 from datalens.reproduce.compared import ALONE, OURS, options, said
-from datalens.reproduce.output import show_cost
+from datalens.reproduce.output import show_cost, show_marks
 
 if TYPE_CHECKING:
     from datalens.released.synthetic import SyntheticDataset
@@ -80,6 +80,7 @@ def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str
                 "column": cell.column,
                 "picture": result.get("picture") if result else None,
                 "date": result["date"] if result else None,
+                "marks": marks(result),
                 **{name: trained.get(name) for name in facts},
             }
         )
@@ -91,7 +92,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         cost = "not run" if r["epsilon_spent"] is None else show_cost(r)
         picture = Path(r["picture"]).name if r["picture"] else "not kept" if r["date"] else "—"
-        lines.append(f"| {r['row']} | {r['column']} | {picture} | {cost} |")
+        lines.append(f"| {r['row']} | {r['column']} | {picture}{show_marks(r)} | {cost} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,15 +13,19 @@ from typing import Any
 from datalens.data.named import sources
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
-from datalens.progress import say
+from datalens.progress import counted, say
 from datalens.reproduce import (
     ablation,
+    authors,
+    dpimagebench,
     dpsgd,
     figure2,
     figure4,
     output,
+    projection,
     quality,
     runtime,
+    steps,
     table1,
     table2,
     table4,
@@ -30,7 +34,7 @@ from datalens.reproduce import (
     theory,
     utility,
 )
-from datalens.reproduce.cells import Cell, Results, Table, run_cell
+from datalens.reproduce.cells import Cell, Results, Table, run_cell, stale
 from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
 
 
@@ -47,12 +51,16 @@ def tables() -> dict[str, Table]:
         "figure4": figure4.TABLE,
         "utility": utility.TABLE,
         "ablation": ablation.TABLE,
+        "authors": authors.TABLE,
+        "projection": projection.TABLE,
+        "steps": steps.TABLE,
     }
 
 
 def listing() -> dict[str, str]:
     """Return the titles of everything that can be reproduced, tables and figures in the order of their numbers."""
     own = runtime.TITLES | {"figure2": figure2.TITLE, "theory": theory.TITLE} | dpsgd.TITLES
+    own |= {"dpimagebench": dpimagebench.TITLE}
     every = {name: table.title for name, table in tables().items()} | own
     order = [f"{kind}{number}" for kind in ("table", "figure") for number in range(1, 13)]
     return {name: every[name] for name in sorted(every, key=lambda n: order.index(n) if n in order else len(order))}
@@ -67,6 +75,9 @@ def reproduce(
     data_folder: Path | None = None,
     only: str | None = None,
     stored: Path | None = None,
+    again: bool = False,
+    seeds: int | None = None,
+    small: bool = False,
 ) -> dict[str, Any]:
     """Run the missing cells of a table or figure, then write it.
 
@@ -79,6 +90,9 @@ def reproduce(
             cache are not run, and the table says so.
         only: a pattern of the names of cells to run; other cells are shown if they are finished.
         stored: a folder of kept cells to show; nothing is run.
+        again: run stale cells again (see `cells.stale`); otherwise they are shown, and marked.
+        seeds: number of seeds of a training with DP-SGD; the default is all.
+        small: score dpimagebench by our small network in place of its three.
 
     Returns:
         The paths of the output, and its rows.
@@ -92,20 +106,33 @@ def reproduce(
     cells = known[name].cells(full) if name in known else []
     if data_folder is not None:
         _check_folder(name, cells, data_folder)
-    if only is not None and not any(fnmatch.fnmatch(cell.name, only) for cell in cells):
+    if seeds is not None and (name not in dpsgd.TITLES or not 1 <= seeds <= 10):
+        raise DatalensError(f"--seeds {seeds}: tables 8 to 11 and figure 3 have 1 to 10 seeds, and no other table")
+    if small and name != "dpimagebench":
+        raise DatalensError(f"--small is for dpimagebench, which has three large networks: leave it out for {name}")
+    if (
+        name not in (*dpsgd.TITLES, "dpimagebench")
+        and only is not None
+        and not any(fnmatch.fnmatch(cell.name, only) for cell in cells)
+    ):
         some = f", such as {cells[0].name}" if cells else ": it has no cells of that kind"
         raise DatalensError(f"--cells {only} fits no cell of {name}{some}")
     if stored is not None and not stored.is_dir():
         raise DatalensError(f"--from {stored} is not a folder: docs/results is one")
-    if stored is not None and name in runtime.TITLES:
-        raise DatalensError(f"{name} cannot be made --from kept cells: leave it out")
     if name in runtime.TITLES:
-        return runtime.reproduce(name, full=full, out=out, device=device)
+        place = _folder_of("celeba-gender", data_folder)
+        return runtime.reproduce(name, full=full, out=out, device=device, data_folder=place, stored=stored)
     if name in dpsgd.TITLES:
-        return dpsgd.reproduce(name, full=full, out=out, device=device, stored=stored)
+        return dpsgd.reproduce(
+            name, full=full, out=out, device=device, stored=stored, only=only, again=again, seeds=seeds
+        )
+    if name == "dpimagebench":
+        return dpimagebench.reproduce(
+            full=full, out=out, device=device, small=small, stored=stored, only=only, again=again
+        )
     if name in ("figure2", "theory"):
         made = figure2.reproduce if name == "figure2" else theory.reproduce
-        return made(full=full, out=out, device=device, stored=stored)
+        return made(full=full, out=out, device=device, stored=stored, again=again)
     table, mode = known[name], "full" if full else "quick"
     results: Results = {}
     folder = made_in(name, full=full, out=out)
@@ -115,27 +142,33 @@ def reproduce(
         assert cell.options is not None
         data = cell.options["data"]
         result = kept(place, cell.name, {"options": cell.asked})
-        if result is None or (stored is None and not set(table.measured) <= result.keys()):
+        old = stale(cell, result, table.scoring(full)) if result is not None else None
+        if result is None or (stored is None and ((again and old) or not set(table.measured) <= result.keys())):
             folder_of = _folder_of(data, data_folder)
             available = folder_of or sources.downloadable(data) or sources.cached(data)
             if stored is not None or not available or (only is not None and not fnmatch.fnmatch(cell.name, only)):
                 if result is not None:
-                    results[cell.name] = result
+                    results[cell.name] = result | {"stale": old}
                 continue
             say(f"[{number}/{len(runnable)}] {cell.row}, {cell.column}")
             shared = out / f"runs-{mode}" / cell.run_name if table.shares_runs else None
             result = run_cell(
                 cell,
                 table.scoring(full),
-                shared or folder / "runs" / cell.name,
+                shared or folder / "runs" / f"{cell.name}-v{cell.version}",
                 device,
                 data_folder=folder_of,
                 accuracy_real=_ceiling(results, data),
             )
-            result = keep_cell(place, cell.name, result)
-        results[cell.name] = result
+            result, old = keep_cell(place, cell.name, result), None
+        results[cell.name] = result | {"stale": old}
+    if stored is None and (count := sum(result["stale"] is not None for result in results.values())):
+        say(
+            f"{name}: {counted(count, 'stale cell')}, made by older code or scored in another way; "
+            "--stale runs them again"
+        )
     rows = table.rows(cells, results)
-    text = f"{table.note(full)}\n\n{table.markdown(rows)}"
+    text = f"{table.said(full)}\n\n{table.markdown(rows)}"
     return output.write(
         name, table.title, folder, full=full, rows=rows, text=text,
         draw=lambda path: table.plot(rows, table.title, path),
@@ -150,7 +183,7 @@ def _ceiling(results: Results, data: str) -> float | None:
 
 def _check_folder(name: str, cells: list[Cell], folder: Path) -> None:
     """Raise if the folder cannot be used, before the first cell needs it hours later."""
-    if not reads_a_folder(cells):
+    if not reads_a_folder(cells) and name != "table6":
         raise DatalensError(f"--data-folder is for data that cannot be downloaded; {name} needs none: leave it out")
     if not folder.is_dir():
         raise DatalensError(f"--data-folder {folder} is not a folder")

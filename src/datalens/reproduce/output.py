@@ -60,7 +60,12 @@ def show(value: float | None, digits: int = 4) -> str:
 
 
 def show_ours(row: dict[str, Any]) -> str:
-    return show(row["ours"]) + (f" ± {row['std']:.4f}" if row["std"] else "")
+    return show(row["ours"]) + (f" ± {row['std']:.4f}" if row["std"] else "") + show_marks(row)
+
+
+def show_marks(row: dict[str, Any]) -> str:
+    """Return what stands in brackets after a figure (see `cells.marks`)."""
+    return f" ({'; '.join(row['marks'])})" if row.get("marks") else ""
 
 
 def show_cost(row: dict[str, Any]) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from datalens.errors import DatalensError
 from datalens.progress import say
-from datalens.reproduce.cells import Cell, Scoring, Table
+from datalens.reproduce.cells import Cell, Scoring, Table, marks
 from datalens.reproduce.compared import OURS, PRINTED, options, said
-from datalens.reproduce.output import plot_bars, show, show_cost
+from datalens.reproduce.output import plot_bars, show, show_cost, show_marks
 
 if TYPE_CHECKING:
     from datalens.evaluate.features import Features
@@ -162,6 +162,7 @@ def _line(
         "paper": paper,
         "ours": ours,
         "std": std,
+        "marks": [] if real else marks(result),
         "difference": difference,
         "by": by,
         "epsilon_spent": trained.get("epsilon_spent"),
@@ -180,7 +181,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for r in rows:
         cost = "not run" if r["ours"] is None else "—" if r["column"] == "Real data" else show_cost(r)
-        spread = f" ± {r['std']:.2f}" if r["std"] else ""
+        spread = (f" ± {r['std']:.2f}" if r["std"] else "") + show_marks(r)
         difference = "—" if r["difference"] is None else f"{r['difference']:+.2f}"
         lines.append(
             f"| {r['row']} | {r['measure']} | {r['column']} | {show(r['paper'], 2)} | {show(r['ours'], 2)}{spread} | "

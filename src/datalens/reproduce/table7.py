@@ -23,7 +23,7 @@ PAPER = {
 
 
 def cells(full: bool) -> list[Cell]:
-    """Return the paper's loop as printed, and the same in 64 cosines, which noise hides less."""
+    """Return the paper's loop with its printed settings, and the same in 64 cosines, which noise hides less."""
     found = []
     for dataset in PAPER if full else ("MNIST",):
         common = {"data": DATA[dataset], "epsilon": 1.0, "delta": 1e-5}

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datalens.errors import DatalensError
-from datalens.methods.topagg import TopAggSettings
+from datalens.methods.topagg import TOPAGG, TopAggSettings
 from datalens.options import TrainOptions
 from datalens.progress import bar, say
 from datalens.public import theorem6 as theorem
@@ -325,6 +325,7 @@ def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
     return {
         "name": crew.name,
         "options": crew.options,
+        "method_version": TOPAGG.version,
         "how": crew.how,
         "warning": WARNING,
         "date": datetime.now(UTC).date().isoformat(),
@@ -344,8 +345,8 @@ def summary(crew: Crew, curves: Array, s: TopAggSettings) -> dict[str, Any]:
 # --- the output -----------------------------------------------------------------------------------------------------
 
 
-def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None) -> dict[str, Any]:
-    """Measure what is missing, then write the results. Return their paths. `stored`: run nothing, see `harness`."""
+def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None, again: bool = False) -> dict[str, Any]:
+    """Measure what is missing, then write the results. Return their paths. For the arguments, see `harness`."""
     place = kept_in("theory", full=full, out=out, stored=stored)
     folder = made_in("theory", full=full, out=out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -353,6 +354,8 @@ def reproduce(*, full: bool, out: Path, device: str, stored: Path | None = None)
     def measured(name: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a kept result with these options, or else measure and keep it."""
         result = kept(place, name, asked)
+        if result is not None and again and "gradients" in result and figure2.is_old(result):
+            result = None
         if result is None and stored is not None:
             raise DatalensError(f"{place} has no {name} with these options: leave --from out to measure it")
         return result or keep_cell(place, name, make())
@@ -405,7 +408,8 @@ def markdown(
     for r in shown:
         fit = r["fit"]
         text.append(
-            f"| {r['name']}: {r['how']} | {r['gradients']} | {r['k']} of {r['dimensions']} | {r['tau_at_k']:.3f}, "
+            f"| {r['name']}: {r['how']}{' (stale)' if figure2.is_old(r) else ''} | {r['gradients']} |"
+            f" {r['k']} of {r['dimensions']} | {r['tau_at_k']:.3f}, "
             f"{r['tau_at_k_most']:.3f}, {r['tau_at_k_worst']:.3f} | {fit['scale']:.3g}, {fit['shape']:.3g} "
             f"({fit['error']:.3f}) | {fit['weibull_shape']:.3g} ({fit['weibull_error']:.3f}) | {r['suggested']['k']} | "
             f"{r['suggested_by_default']['k']} |"

@@ -143,6 +143,8 @@ def check_options(options: Mapping[str, Any]) -> bool:
         return False
     if (scheduler is None) == (workers is None):
         raise DatalensError("--engine dask needs either --scheduler tcp://…, or --workers 4 to use this machine alone")
+    if options.get("skip_unreadable"):
+        raise DatalensError("--skip-unreadable is for one process: leave --engine out, or mend the images first")
     if workers is not None and workers < 1:
         raise DatalensError(f"--workers must be at least 1, not {workers}")
     return True
@@ -227,13 +229,14 @@ class ClusterRows:
         """Return the results of tasks; raise the error of the first of them that failed."""
         import distributed
 
-        last_seen = time.monotonic()
+        last_seen, before = time.monotonic(), 0
         with bar(saying, len(futures), shown=bool(saying)) as (progress, task):
             while True:
                 with contextlib.suppress(TimeoutError, distributed.CancelledError):
                     distributed.wait(futures, timeout=1)
                 done = sum(future.status == "finished" for future in futures)
-                progress.update(task, completed=done)
+                progress.advance(task, done - before)
+                before = done
                 if done == len(futures):
                     results: list[Any] = self._client.gather(futures)
                     return results

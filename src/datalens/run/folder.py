@@ -8,6 +8,7 @@ metrics.jsonl    for the owner: losses and the like, not covered by ε
 checkpoints/     teachers, a file for each rank; and `latest`: the student, the step and the names of those files
                  (teachers are trained on records, so whoever has them learns something about every record)
 journal/         released values since the last checkpoint
+publication/     of a published accuracy: its ledger and journal; beside it publication.json, with its table
 tensorboard/     for the owner: logs for TensorBoard, on request
 owner.html       for the owner: written by `datalens report`
 release/         generator, certificate, a copy of the ledger, a picture, a report
@@ -199,7 +200,8 @@ class Run:
         """
         run = cls.open(path)
         try:
-            check_kept(path, ledger=run.ledger, journal=run.journal, checkpoint=path / "checkpoints" / LATEST)
+            latest = path / "checkpoints" / LATEST
+            check_kept(path, settings=run.settings, ledger=run.ledger, journal=run.journal, checkpoint=latest)
         except BaseException:
             run.close()
             raise

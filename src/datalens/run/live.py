@@ -1,6 +1,7 @@
 """Progress of a run on the terminal: steps, time left, the budget, and the values that the method logs.
 
-For the owner only: logged values are not covered by ε. If stderr is not a terminal, nothing is shown or computed.
+For the owner only: logged values are not covered by ε. If stderr is not a terminal, a line every ten seconds says
+which step it is, and logged values are not shown.
 """
 
 import math
@@ -39,6 +40,7 @@ class View:
 
     def __init__(self, what: str, total: int, ledger: Ledger, console: Console) -> None:
         self.shown = console.is_terminal
+        self.count = progress.Count(what, total, private=False)
         self._ledger, self._charges = ledger, -1
         width = max(len(what), len("budget"))
         self._steps = Progress(
@@ -63,6 +65,7 @@ class View:
 
     def done(self, count: int) -> None:
         """Show that so many steps are complete, and what is spent."""
+        self.count.done = float(count)
         if not self.shown:
             return
         self._steps.update(self._task, completed=count)
@@ -89,7 +92,8 @@ def view(what: str, total: int, ledger: Ledger) -> Iterator[View]:
     """Show progress until the block ends: `with view("training", 86, ledger) as display: display.done(1)`."""
     display = View(what, total, ledger, progress.console)
     if not display.shown:
-        yield display
+        with progress.told(display.count.said):
+            yield display
         return
     with Live(display.picture, console=progress.console, transient=True, refresh_per_second=4):
         yield display

@@ -119,10 +119,17 @@ def _facts(options: Asked, settings: Settings, schema: Schema) -> dict[str, Any]
 
     Persons by different ids are different privacy units: a charge for a visit and one for a patient do not add up.
     """
+    return {
+        "data": schema.name,
+        "unit": unit_of(schema, options.record_id),
+        "final": settings.charges_once,
+    }
+
+
+def unit_of(schema: Schema, record_id: str | None) -> str:
+    """Return the privacy unit as a budget names it: persons by their kind of id."""
     unit = f"one {schema.record_unit}"
-    if schema.by_person:
-        unit += f", by {options.record_id or 'ids from Python'}"
-    return {"data": schema.name, "unit": unit, "final": settings.charges_once}
+    return f"{unit}, by {record_id or 'ids from Python'}" if schema.by_person else unit
 
 
 @contextlib.contextmanager

@@ -69,14 +69,18 @@ def check_promised(run: Path, *, options: dict[str, Any], settings: Settings, bu
         )
 
 
-def check_kept(run: Path, *, ledger: Ledger, journal: Journal, checkpoint: Path) -> None:
+def check_kept(run: Path, *, settings: Settings, ledger: Ledger, journal: Journal, checkpoint: Path) -> None:
     """Raise if nothing of what a run has learned is left, so that it would start over and replace its good release.
+
+    Of a run of several parts, what counts is the part whose steps it learns from, once it has begun: what others have
+    released is a start for it, and not what it has learned.
 
     Raises:
         DatalensError: there is a release within a finite budget, and neither a checkpoint nor a journal.
     """
     begun = bool(ledger.events) and math.isfinite(ledger.budget.epsilon) and (run / "release").exists()
     named = {event.part for event in ledger.events if not isinstance(event, UnknownEvent)}
+    named = {settings.stepped} if settings.stepped in named else named
     journaled = any(journal.find(ledger, step=0, part=part) is not None for part in sorted(named))
     if begun and not checkpoint.exists() and not journaled:
         raise DatalensError(

@@ -124,7 +124,7 @@ def schema_of(
         height=height,
         width=width,
         channels=channels,
-        classes=classes,
+        classes=reading.shown(classes),
         nominal_size=nominal_size,
         record_unit=reading.unit,
         note=note,

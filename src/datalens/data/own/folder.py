@@ -13,7 +13,7 @@ import numpy as np
 
 from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes
 from datalens.data.pixels import SUFFIXES
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, NoTestImages
 from datalens.progress import say_once
 
 # Files that may lie beside images; any other file is refused by name, since it may be meant as an image.
@@ -40,8 +40,11 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
     root = split_folder(path, split)
     top = sorted(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     unknown: list[str] = []
-    files = list(_files(root, "", unknown))
-    if unknown:
+    strange: list[str] = []
+    files = list(_files(root, "", unknown, strange))
+    if strange and not reading.skip_unreadable:
+        raise DatalensError(strange[0])
+    if unknown and not reading.skip_unreadable:
         raise DatalensError(_is_no_image(unknown))
     if not files:
         raise DatalensError(f"{root} holds no image: put {', '.join(SUFFIXES)} files there, in a folder for each class")
@@ -82,6 +85,10 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         ).encoded,
         looked_at="the names of all files",
         count=len(files),
+        no_images=(
+            *(f"{name} is no {', '.join(SUFFIXES)} file: convert it, or take it out" for name in unknown),
+            *strange,
+        ),
     )
 
 
@@ -96,7 +103,7 @@ def split_folder(path: Path, split: str) -> Path:
         return path / "train" if split_up else path
     test = next((name for name in TEST if split_up and name in folders), None)
     if test is None:
-        raise DatalensError(
+        raise NoTestImages(
             f"{path} has no test images: put those for training into {path / 'train'}, others into {path / 'test'}"
         )
     return path / test
@@ -164,22 +171,26 @@ def _is_no_image(paths: list[str]) -> str:
     others = len(paths) - 1
     also = "" if not others else ", nor is another" if others == 1 else f", nor are {others} others"
     it = "them" if others else "it"
-    return f"{paths[0]} is no {', '.join(SUFFIXES)} file{also}: convert {it}, or take {it} out"
+    return (
+        f"{paths[0]} is no {', '.join(SUFFIXES)} file{also}: convert {it}, or take {it} out (--skip-unreadable leaves "
+        f"{it} out; `datalens inspect` lists all)"
+    )
 
 
-def _files(folder: Path, below: str, unknown: list[str]) -> Iterator[str]:
+def _files(folder: Path, below: str, unknown: list[str], strange: list[str]) -> Iterator[str]:
     """Yield the names of the image files under the root, with / between folders.
 
-    Files that may be meant as images, and are of no known kind, are added to `unknown`.
+    Files that may be meant as images, and are of no known kind, are added to `unknown`; messages about what is no file
+    at all, to `strange`.
     """
     for entry in _entries(folder):
         name = below + entry.name
         if entry.is_symlink():
-            raise DatalensError(f"{entry.path} is a symbolic link: put the file itself there, or name it in a .csv")
-        if entry.is_dir():
-            yield from _files(Path(entry.path), f"{name}/", unknown)
+            strange.append(f"{entry.path} is a symbolic link: put the file itself there, or name it in a .csv")
+        elif entry.is_dir():
+            yield from _files(Path(entry.path), f"{name}/", unknown, strange)
         elif not entry.is_file():
-            raise DatalensError(f"{entry.path} is not a file: take it out")
+            strange.append(f"{entry.path} is not a file: take it out")
         elif entry.name.lower().endswith(SUFFIXES):
             yield name
         elif not entry.name.lower().endswith(BESIDE) and entry.name != "LICENSE":

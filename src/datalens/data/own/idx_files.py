@@ -9,7 +9,7 @@ from datalens.data.own.arrays import check_label_shape, check_labels, schema_of
 from datalens.data.own.reading import ALL, NONE, Reading
 from datalens.data.records import Dataset, OnDisk
 from datalens.data.schema import READ_OFF
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, NoTestImages
 
 _TEST = ("t10k", "test")
 
@@ -51,6 +51,8 @@ def open_idx(path: Path, split: str, nominal_size: int, reading: Reading) -> OnD
                 f"{file} has no labels beside it ({beside.name}): put them there, or add --label {NONE}"
             )
         declared = reading.named_classes()
+        if reading.classes is None and declared is not None and declared != tuple(map(str, range(len(declared)))):
+            raise DatalensError(f"--class-names must name the labels of {beside} from 0 on, none left out: 0=…,1=…")
         if declared is None:
             labels = _labels(beside, count)
             classes = tuple(str(i) for i in range(int(labels.max()) + 1))
@@ -89,5 +91,5 @@ def _images_of(path: Path, split: str) -> Path:
         candidates = [file for test in _TEST for file in sorted(path.glob(f"{test}-images*idx*"))]
     present = [file for file in candidates if file.is_file()]
     if not present:
-        raise DatalensError(f"{path} has no test images: put t10k-images-idx3-ubyte and its labels beside it")
+        raise NoTestImages(f"{path} has no test images: put t10k-images-idx3-ubyte and its labels beside it")
     return present[0]

@@ -22,7 +22,7 @@ from datalens.data.own.arrays import check_images, check_label_shape, check_labe
 from datalens.data.own.reading import Reading, check_classes
 from datalens.data.records import Dataset, OnDisk
 from datalens.data.regular import check_regular
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, NoTestImages
 
 MAGIC = b"\x93NUMPY"  # how a file with a single array (.npy) begins
 
@@ -54,6 +54,8 @@ def open_npz(path: Path, split: str, nominal_size: int, reading: Reading) -> OnD
     with _damage_explained(path):
         headers = _headers(path, (*required, ids))
         missing = [name for name in required if name not in headers]
+        if images in missing and prefix:
+            raise NoTestImages(f"{path} has no test images: add the arrays {images} and {labels}")
         if missing:
             why = "; it names the classes, which are declared public" if "classes" in missing else ""
             raise DatalensError(f"{path} has no array {' and no array '.join(missing)}{why}")

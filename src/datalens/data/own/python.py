@@ -7,7 +7,7 @@ are refused instead of converted to one, and what a label means follows from the
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def records_and_classes(
     *,
     nominal_size: int | None,
     classes: Iterable[Any] | None = None,
+    class_names: Mapping[Any, str] | None = None,
     ids: Any = None,
     by_person: bool = False,
     name: str = "arrays",
@@ -54,6 +55,7 @@ def records_and_classes(
         nominal_size: the number of records, declared public; None: the true number, and the schema says so.
         classes: the classes, declared public. A label is one of them or, where they are names, the number of one. None:
             they are read off the data, and the schema says so.
+        class_names: a class → its name. Where `classes` is None, its keys are the classes.
         ids: one for each record; with `by_person`, of the person whose image it is.
         by_person: a person with all of their images is the privacy unit, and what the nominal size counts.
         name: of the data set.
@@ -63,6 +65,8 @@ def records_and_classes(
         DatalensError: images, labels, classes or ids do not fit.
     """
     pixels, found, known = as_arrays(images, labels)
+    if class_names is not None and classes is None:
+        classes = tuple(class_names)
     numbers, values = named_labels(found, known if classes is None else classes)
     check_classes(tuple(map(str, values)), f"{name}: labels")
     whose = _ids(ids, len(pixels), name, by_person=by_person)
@@ -75,6 +79,7 @@ def records_and_classes(
         read_off[:0] = [] if size_is_public else [COUNTED.format(unit)]
     if type(nominal_size) is not int or not 1 <= nominal_size <= LARGEST_NUMBER:
         raise DatalensError(f"nominal_size must be a whole number from 1 to {LARGEST_NUMBER}, not {nominal_size!r}")
+    values = _renamed(values, class_names or {})
     _, height, width, channels = pixels.shape
     schema = Schema(
         name=name,
@@ -91,9 +96,19 @@ def records_and_classes(
     return Dataset(schema=schema, images=pixels, labels=numbers, ids=whose, fixed_positions=listed), values
 
 
+DATAFRAME = (
+    "a DataFrame is not read: pass fit(np.stack(list(df['image'])), df['label']), with the names of your columns, or "
+    "write it to a .parquet file for the command line"
+)
+
+
 def as_arrays(images: Any, labels: Any = None) -> tuple[np.ndarray, np.ndarray, Sequence[Any] | None]:
     """Return images as uint8 [n, h, w, c], labels as they were given [n], and the classes if the data names them."""
     names: Sequence[Any] | None = None
+    if hasattr(images, "iloc"):
+        images = images.to_list() if hasattr(images, "to_list") and not hasattr(images, "columns") else images
+    if hasattr(images, "iloc"):
+        raise DatalensError(DATAFRAME)
     if _is_table(images):
         _check_no_labels(labels, "a datasets.Dataset has its labels in a column")
         pixels, labels, names = _from_columns(images)
@@ -141,6 +156,20 @@ def named_labels(labels: np.ndarray, classes: Iterable[Any] | None) -> tuple[np.
             f"label {unknown!r} is none of the {len(values)} classes: declare it in classes=, or mend it"
         )
     return np.array([numbers[label] for label in found], dtype=np.int64), values
+
+
+def _renamed(values: list[Any], names: Mapping[Any, str]) -> list[Any]:
+    """Return the classes as they are called in the release."""
+    if not names:
+        return values
+    if unknown := [value for value in names if value not in values]:
+        raise DatalensError(f"class_names names {unknown[0]!r}, which is none of the {len(values)} classes")
+    if not all(isinstance(name, str) and name for name in names.values()):
+        raise DatalensError("class_names must give every class a text: {0: 'male', 1: 'female'}")
+    renamed = [names.get(value, value) for value in values]
+    if len({str(value) for value in renamed}) != len(renamed):
+        raise DatalensError("class_names gives two classes one name: choose another")
+    return renamed
 
 
 def _ids(ids: Any, count: int, name: str, *, by_person: bool) -> np.ndarray | None:

@@ -7,21 +7,22 @@ declares them public by going on. The number of records is always declared.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datalens.data.images import Encoded, ImageRecords
+from datalens.data.images import Encoded, ImageRecords, readable
 from datalens.data.pixels import kind_of, to_pixels
 from datalens.data.records import block_records
 from datalens.data.regular import read_regular
-from datalens.data.schema import IMAGE, PERSON, READ_OFF, Schema
-from datalens.errors import DatalensError
+from datalens.data.schema import IMAGE, LEFT_OUT, PERSON, READ_OFF, Schema
+from datalens.errors import DatalensError, UnreadableImage
 
 SMALLEST, LARGEST, MOST_CLASSES = 8, 128, 1000
+JOINED = " + "  # between the values of several label columns, in the name of a class
 ALL = "all"  # the class of images without labels
 NONE = "none"  # --label none: use no labels, even if there are folders or columns for them
 TEST = ("test", "val", "valid", "validation")  # folders beside train/: the first one that exists is the test split
@@ -36,13 +37,16 @@ class Reading:
     image_size: str | None = None
     grayscale: bool = False
     record_id: str | None = None
+    class_names: str | None = None
+    skip_unreadable: bool = False
 
     @classmethod
     def of(cls, options: Any) -> "Reading":
         """Return the options of a command, or those that a run remembers (older runs have none of these)."""
         known = options if isinstance(options, dict) else vars(options)
         for name in cls.__dataclass_fields__:
-            if not isinstance(known.get(name), bool if name == "grayscale" else str) and known.get(name) is not None:
+            kind = bool if name in ("grayscale", "skip_unreadable") else str
+            if not isinstance(known.get(name), kind) and known.get(name) is not None:
                 raise DatalensError(f"--{name.replace('_', '-')} cannot be {str(known[name])[:40]!r}")
         return cls(**{name: known[name] for name in cls.__dataclass_fields__ if known.get(name) is not None})
 
@@ -65,10 +69,41 @@ class Reading:
         height = int(found[1])
         return height, int(found[2] or height)
 
+    def renamed(self) -> dict[str, str]:
+        """Return what --class-names says: a class as the data has it → its name."""
+        pairs = [part.partition("=") for part in (self.class_names or "").split(",") if part.strip()]
+        names = {value.strip(): name.strip() for value, _, name in pairs}
+        whole = all(value.strip() and name.strip() for value, _, name in pairs)
+        if not whole or len(names) != len(pairs) or len(set(names.values())) != len(pairs):
+            raise DatalensError(
+                f"--class-names must be distinct VALUE=NAME with commas between, as 0=male,1=female, not "
+                f"{self.class_names}"
+            )
+        return names
+
+    def shown(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of classes: as the data has them, or as --class-names calls them."""
+        names = self.renamed()
+        unknown = next((value for value in names if value not in classes), None)
+        if unknown is not None:
+            raise DatalensError(
+                f"--class-names names {unknown!r}, which is none of the classes {', '.join(classes)[:200]}"
+            )
+        shown = tuple(names.get(name, name) for name in classes)
+        if len(set(shown)) != len(shown):
+            raise DatalensError(f"--class-names {self.class_names} gives two classes one name: choose another")
+        return shown
+
+    def columns(self, known: Iterable[str]) -> tuple[str, ...]:
+        """Return the columns that --label names: one, or several with commas between or each with its own --label."""
+        if self.label is None or self.label in known:
+            return () if self.label is None else (self.label,)
+        return tuple(name.strip() for name in self.label.split(","))
+
     def named_classes(self) -> tuple[str, ...] | None:
-        """Return the classes that --classes names, in their order, if it was given."""
+        """Return the classes that --classes names, in their order, if it was given; else those of --class-names."""
         if self.classes is None:
-            return None
+            return tuple(sorted(self.renamed(), key=_by_number)) or None
         try:
             listed = self.classes.split(",")
             if os.path.isfile(self.classes):  # false, without an error, for a list too long for a file name
@@ -93,6 +128,7 @@ class Found:
         looked_at: what was read to make this, in words.
         count: number of images; None where it is known only after reading them. Private.
         fixed_positions: whether they come from a list (`records.Records`).
+        no_images: what lies beside the images and cannot be one, each with the reason; only with --skip-unreadable.
     """
 
     path: Path
@@ -102,6 +138,7 @@ class Found:
     looked_at: str
     count: int | None = None
     fixed_positions: bool = False
+    no_images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +158,7 @@ class Files:
                     return read_regular(paths[i])
                 except (OSError, ValueError) as error:
                     why = getattr(error, "strerror", None) or error
-                    raise DatalensError(f"{paths[i]} cannot be read ({why}): mend it, or leave it out") from None
+                    raise UnreadableImage(f"{paths[i]} cannot be read ({why}): mend it, or leave it out") from None
 
             yield Encoded(
                 index=np.arange(start, start + len(paths), dtype=np.int64),
@@ -140,7 +177,8 @@ def numbered(values: list[str], reading: Reading, *, origin: str) -> tuple[np.nd
     number = {name: i for i, name in enumerate(classes)}
     unknown = next((value for value in values if value not in number), None)
     if unknown is not None:
-        raise DatalensError(f"{origin} has {unknown!r}, which is not among --classes: add it there, or mend the data")
+        option = "--class-names" if reading.classes is None else "--classes"
+        raise DatalensError(f"{origin} has {unknown!r}, which is not among {option}: add it there, or mend the data")
     return np.array([number[value] for value in values], dtype=np.int64), classes, "" if declared else origin
 
 
@@ -166,12 +204,19 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int, public: Sch
     def decoder(data: bytes, name: str) -> np.ndarray:
         return to_pixels(data, name, schema, resize=resize, grayscale=reading.grayscale)
 
+    skipped = set(found.no_images)
+
+    def encoded() -> Iterator[Encoded]:
+        blocks = found.encoded(block_records(schema))
+        return readable(blocks, skipped) if reading.skip_unreadable else blocks
+
     return ImageRecords(
         schema=schema,
-        encoded=lambda: found.encoded(block_records(schema)),
+        encoded=encoded,
         decoder=decoder,
         looked_at=looked_at,
         fixed_positions=found.fixed_positions,
+        skipped=skipped,
     )
 
 
@@ -181,7 +226,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, 
     read_off = [f"the classes ({found.classes_from})"] if found.classes_from else []
     first_image_read = False
     if size is None or channels is None:
-        first_image_read, kind = True, kind_of(*_first(found))
+        first_image_read, kind = True, kind_of(*_first(found, reading))
         if size is None:
             size = (kind.height, kind.width)
             read_off.append("the size of an image")
@@ -195,10 +240,11 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, 
         height=size[0],
         width=size[1],
         channels=channels,
-        classes=found.classes,
+        classes=reading.shown(found.classes),
         nominal_size=nominal_size,
         record_unit=reading.unit,
         note=note,
+        left_out=LEFT_OUT if reading.skip_unreadable else "",
     )
     return schema, first_image_read
 
@@ -216,15 +262,21 @@ def check_not_larger(schema: Schema) -> None:
     """Raise if images that are arrays already are too large, or have too many classes."""
     if max(schema.height, schema.width) > LARGEST:
         raise DatalensError(
-            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: resize them "
-            "(files: with --image-size)"
+            f"{schema.name}: images of {schema.height}x{schema.width} are larger than {LARGEST}x{LARGEST}: "
+            "make them smaller first"
+        )
+    if min(schema.height, schema.width) < SMALLEST:
+        raise DatalensError(
+            f"{schema.name}: images of {schema.height}x{schema.width} are smaller than {SMALLEST}x{SMALLEST}: "
+            "make them larger first"
         )
     check_classes(schema.classes, schema.name)
 
 
-def _first(found: Found) -> tuple[bytes, str]:
-    """Return the bytes of the first image, and its name."""
-    block = next((block for block in found.encoded(1) if len(block.index)), None)
+def _first(found: Found, reading: Reading) -> tuple[bytes, str]:
+    """Return the bytes of the first image, or of the first readable one with --skip-unreadable, and its name."""
+    blocks = readable(found.encoded(1), set()) if reading.skip_unreadable else found.encoded(1)
+    block = next((block for block in blocks if len(block.index)), None)
     if block is None:
-        raise DatalensError(f"{found.path} holds no image")
+        raise DatalensError(f"{found.path} holds no image" + " that can be read" * reading.skip_unreadable)
     return block.read(0), block.names[0]

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datalens.data.own.reading import ALL, NONE, TEST, Files, Found, Reading, check_classes, numbered
+from datalens.data.own.reading import ALL, JOINED, NONE, TEST, Files, Found, Reading, check_classes, numbered
 from datalens.data.parquet import encoded_rows, is_one_table
 from datalens.data.regular import check_regular
 from datalens.data.remote import Remote, source
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, NoTestImages
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
 LABEL, SPLIT = "label", "split"  # columns that are used if they exist and no other is named
@@ -25,23 +25,24 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
 
     Paths are relative to the folder of the CSV. A column `split` says which images are for training and for testing.
     """
-    columns, rows = _csv(path)
+    columns, rows = read_csv(path)
     file_column = next((name for name in PATHS if name in columns), None)
     if file_column is None:
         raise DatalensError(f"{path} has no column {' or '.join(PATHS)}; its columns are {', '.join(columns)}")
     label, record_id = _label(columns, reading), reading.record_id
-    for name in (file_column, label, record_id):
-        if name is not None and name not in columns:
+    for name in (file_column, *label, *(() if record_id is None else (record_id,))):
+        if name not in columns:
             option = "--record-id" if name == record_id else "--label"
             raise DatalensError(f"{path} has no column {name}; its columns are {', '.join(columns)}: change {option}")
-        gap = None if name is None else next((i for i, row in enumerate(rows) if not row[name].strip()), None)
+        gap = next((i for i, row in enumerate(rows) if not row[name].strip()), None)
         if gap is not None:
             raise DatalensError(f"{path}: record {gap + 1} has no {name}: every record needs one")
     classes: tuple[str, ...] = (ALL,)
     labels, origin = np.zeros(len(rows), np.int64), ""
-    if label is not None:
-        labels, classes, origin = numbered([row[label].strip() for row in rows], reading, origin=f"column {label}")
-    member = _members(path, rows, split, has_splits=SPLIT in columns and label != SPLIT)
+    if label:
+        values = [JOINED.join(row[name].strip() for name in label) for row in rows]
+        labels, classes, origin = numbered(values, reading, origin=_origin(label))
+    member = _members(path, rows, split, has_splits=SPLIT in columns and SPLIT not in label)
     files = [rows[i][file_column].strip() for i in member]
     ids = files if record_id is None else [rows[i][record_id] for i in member]
     listed = Files(paths=[os.path.join(path.parent, name) for name in files], labels=labels[member], ids=ids)
@@ -59,7 +60,7 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
 def _members(path: Path, rows: list[dict[str, str]], split: str, *, has_splits: bool) -> list[int]:
     """Return the numbers of the rows of a split."""
     if split != "train" and not has_splits:
-        raise DatalensError(f"{path} has no test images: add a column {SPLIT} that says train or test")
+        raise NoTestImages(f"{path} has no test images: add a column {SPLIT} that says train or test")
     wanted = ("train", "") if split == "train" else TEST
     member = [i for i, row in enumerate(rows) if not has_splits or row[SPLIT].strip().lower() in wanted]
     if not member:
@@ -67,7 +68,25 @@ def _members(path: Path, rows: list[dict[str, str]], split: str, *, has_splits: 
     return member
 
 
-def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+def parquet_values(files: Sequence[Path | Remote]) -> dict[str, list[str]]:
+    """Return the columns of parquet files other than images, as text, for `datalens inspect`."""
+    values: dict[str, list[str]] = {}
+    for file in files:
+        schema = _parquet_schema(file)
+        plain = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
+        plain = [name for name in plain if not pa.types.is_binary(schema.field(name).type)]
+        try:
+            with pq.ParquetFile(source(file)) as opened:
+                for batch in opened.iter_batches(columns=plain):
+                    for name in plain:
+                        found = batch.column(name).to_pylist()
+                        values.setdefault(name, []).extend("" if value is None else str(value) for value in found)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DatalensError(f"{file} cannot be read to its end ({error})") from None
+    return values
+
+
+def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the columns and the rows of a CSV file."""
     check_regular(path)
     try:
@@ -85,11 +104,16 @@ def _csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return columns, rows
 
 
-def _label(columns: Sequence[str], reading: Reading) -> str | None:
-    """Return the column of labels: the one that was named, or `label` if it exists; None: there are no labels."""
+def _label(columns: Sequence[str], reading: Reading) -> tuple[str, ...]:
+    """Return the columns of labels: those that were named, or `label` if it exists; none: there are no labels."""
     if reading.label == NONE or (reading.label is None and LABEL not in columns):
-        return None
-    return reading.label or LABEL
+        return ()
+    return reading.columns(columns) or (LABEL,)
+
+
+def _origin(label: Sequence[str]) -> str:
+    """Return what the classes are read off, in words."""
+    return f"column {label[0]}" if len(label) == 1 else f"columns {' and '.join(label)}"
 
 
 def parquet_list(
@@ -113,42 +137,45 @@ def parquet_list(
         if isinstance(file, Path):
             check_regular(file)
     schema = _parquet_schema(files[0])
-    label = _label([name.lower() for name in schema.names], reading)
-    label = None if label is None else label.lower()
+    label = tuple(name.lower() for name in _label([name.lower() for name in schema.names], reading))
     record_id = None if reading.record_id is None else reading.record_id.lower()
-    columns = tuple(dict.fromkeys(name for name in (label, record_id) if name is not None))
+    columns = tuple(dict.fromkeys((*label, *(() if record_id is None else (record_id,)))))
     classes: tuple[str, ...] = (ALL,)
     origin, given = "", None
 
     def labels(values: dict[str, np.ndarray]) -> np.ndarray:
-        if label is None:
+        if not label:
             return np.zeros(len(next(iter(values.values()))), np.int64)
-        column = values[label].tolist()
+        column = values[label[0]].tolist()
+        if len(label) > 1:
+            column = [
+                JOINED.join(map(str, row)) for row in zip(*(values[name].tolist() for name in label), strict=True)
+            ]
         numbers = {str(name): i for i, name in enumerate(classes)}
         result = [value if given is not None else numbers.get(str(value), -1) for value in column]
         if not all(type(number) is int and 0 <= number < len(classes) for number in result):
-            raise DatalensError(f"{path}: column {label} has a value that is none of the {len(classes)} classes")
+            raise DatalensError(f"{path}: {_origin(label)} has a value that is none of the {len(classes)} classes")
         return np.array(result, dtype=np.int64)
 
     stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # checks the files' columns
     looked_at = "the names and types of the columns"
-    if label is not None:
-        given = _class_names(schema, label) if reading.classes is None else None
+    if label:
+        given = _class_names(schema, label[0]) if reading.classes is None and len(label) == 1 else None
         if given is not None:
-            classes, origin = given, f"the names that column {label} comes with"
-            looked_at += f", the names of the classes that column {label} comes with"
+            classes, origin = given, f"the names that column {label[0]} comes with"
+            looked_at += f", the names of the classes that column {label[0]} comes with"
             for file in files[1:]:  # its numbers would mean other classes
-                if _class_names(_parquet_schema(file), label) != given:
-                    raise DatalensError(f"{file}: column {label} comes with other classes than in {files[0]}")
+                if _class_names(_parquet_schema(file), label[0]) != given:
+                    raise DatalensError(f"{file}: {_origin(label)} comes with other classes than in {files[0]}")
         elif declared is not None:
             classes = declared
         else:
             train = files if split == "train" else parquet_files(path, "train")
-            _, classes, origin = numbered(_distinct(train, label), reading, origin=f"column {label}")
-            looked_at += f", all of column {label}"
-        check_classes(classes, f"column {label}")
+            _, classes, origin = numbered(_distinct(train, label), reading, origin=_origin(label))
+            looked_at += f", all of {_origin(label)}"
+        check_classes(classes, _origin(label))
     if declared is not None and classes != declared:
-        raise DatalensError(f"{files[0]}: column {label} comes with other classes than in the other parts")
+        raise DatalensError(f"{files[0]}: {_origin(label)} comes with other classes than in the other parts")
     return Found(
         path=path,
         classes=classes,
@@ -164,7 +191,7 @@ def parquet_files(path: Path, split: str, every: Sequence[Path | Remote] | None 
     if every is None and (path.is_file() or path.suffix == ".parquet"):
         if split == "train":
             return [path]
-        raise DatalensError(f"{path} has no test images: put train.parquet and test.parquet into a folder, and name it")
+        raise NoTestImages(f"{path} has no test images: put train.parquet and test.parquet into a folder, and name it")
     every = sorted(path.glob("*.parquet")) if every is None else list(every)
     split_up = any(file.name.startswith("train") for file in every)
     if split == "train" and not split_up:
@@ -173,7 +200,7 @@ def parquet_files(path: Path, split: str, every: Sequence[Path | Remote] | None 
     named = ([file for file in every if file.name.startswith(start)] for start in starts)
     found = next((files for files in named if files), [])
     if not found:
-        raise DatalensError(f"{path} has no test images: put test.parquet there, beside train.parquet")
+        raise NoTestImages(f"{path} has no test images: put test.parquet there, beside train.parquet")
     return found
 
 
@@ -196,19 +223,20 @@ def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
         return None
 
 
-def _distinct(files: Sequence[Path | Remote], label: str) -> list[str]:
-    """Return the distinct values of the column of labels, as text."""
+def _distinct(files: Sequence[Path | Remote], label: Sequence[str]) -> list[str]:
+    """Return the distinct values of the columns of labels, as text."""
     values: set[str] = set()
     for file in files:
         real = {name.lower(): name for name in _parquet_schema(file).names}
-        if label not in real:
+        if absent := [name for name in label if name not in real]:
             raise DatalensError(
-                f"{file} has no column {label}; its columns are {', '.join(real.values())}: change --label"
+                f"{file} has no column {absent[0]}; its columns are {', '.join(real.values())}: change --label"
             )
         try:
             with pq.ParquetFile(source(file)) as opened:
-                for batch in opened.iter_batches(columns=[real[label]]):
-                    values |= {str(value) for value in batch.column(0).unique().to_pylist() if value is not None}
+                for batch in opened.iter_batches(columns=[real[name] for name in label]):
+                    rows = set(zip(*(batch.column(real[name]).to_pylist() for name in label), strict=True))
+                    values |= {JOINED.join(map(str, row)) for row in rows if None not in row}
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatalensError(f"{file} cannot be read to its end ({error})") from None
     return sorted(values)

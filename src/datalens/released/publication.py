@@ -1,0 +1,262 @@
+"""The published accuracy of a release: a noisy table of answers on held-out records, as the certificate states it.
+
+The table has a ledger of its own (`accuracy-ledger.jsonl` in the release), since it is paid for by other records than
+those that were trained on, and after the run's budget was fixed. docs/privacy.md has the argument.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from datalens.data.schema import LARGEST_NUMBER, PERSON, Schema
+from datalens.errors import DatalensError, TamperedError
+from datalens.privacy.events import Event, LaplaceEvent
+from datalens.privacy.ledger import Budget, read_ledger, upwards
+from datalens.progress import counted
+from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, Figures, figures
+
+PART = "published-accuracy"  # the part that its charges name
+FIELD, LEDGER = "published_accuracy", "accuracy-ledger.jsonl"
+KEPT = "publication.json"  # in the run folder: what `publication_of` reads
+ROUNDING = 2e-4  # how far figures may differ that other versions of the libraries compute
+Overlap = Literal["none", "some"]
+
+# How it is known that no held-out record was trained on. Texts of the certificate.
+KNOWN = {
+    "split": "it is the test split of the named data set that was trained on",
+    "images": "the held-out images were compared with all training images, and none is the same pixel by pixel",
+    "persons": "the ids of persons were compared, and none has both held-out and training images",
+    "word": "the owner says so",
+}
+CLASSIFIERS = ("paper", "augmented", "logistic", "mlp", "resnet", "released")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The public facts of a publication, which are fixed before it is charged.
+
+    Attributes:
+        overlap: whether records that were trained on may be among the held-out ones.
+        known: a key of `KNOWN`.
+        held_out: declared number of held-out records (persons).
+        read_off: whether that number was read off the data.
+        classifier: who answered: a classifier trained on synthetic images, or "released", the model itself.
+        images, epochs, seed: of its training; 0 for "released".
+    """
+
+    overlap: Overlap
+    known: str
+    held_out: int
+    read_off: bool
+    classifier: str
+    images: int
+    epochs: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Raise unless the values are such as datalens writes."""
+        numbers = (self.held_out, self.images, self.epochs, self.seed)
+        usable = all(type(number) is int and 0 <= number <= LARGEST_NUMBER for number in numbers)
+        usable = usable and self.overlap in get_args(Overlap) and self.known in KNOWN and type(self.read_off) is bool
+        if not usable or self.held_out < 1 or self.classifier not in CLASSIFIERS:
+            raise TamperedError("the published accuracy states something that datalens does not write")
+
+    def described(self) -> str:
+        """Return who answered."""
+        if self.classifier == "released":
+            return "the released classifier"
+        epochs = counted(self.epochs, "epoch")
+        return f"a classifier ({self.classifier}) trained on {self.images} synthetic images for {epochs}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A published table: its facts, its charges and its noisy counts."""
+
+    asked: Asked
+    budget: Budget  # of its own ledger: what a held-out record pays
+    events: tuple[Event, ...]
+    table: tuple[tuple[int, ...], ...]
+
+    @property
+    def scale(self) -> float:
+        """Scale of the noise of the table, which is the last charge."""
+        last = self.events[-1]
+        assert isinstance(last, LaplaceEvent)
+        return last.scale
+
+    def figures(self) -> Figures:
+        """Return accuracy, baseline and accuracy by class, with intervals."""
+        return figures(self.table, scale=self.scale, records=self.asked.held_out)
+
+    def paid(self, training: Budget) -> list[list[Any]]:
+        """Return who pays what: pairs (ε, δ) for a record in each position.
+
+        A record in both pays the sum of the two budgets (basic composition).
+        """
+        both: list[Any] = ["both", training.epsilon + self.budget.epsilon, training.delta + self.budget.delta]
+        found: list[list[Any]] = [
+            ["trained on", training.epsilon, training.delta],
+            ["held out", self.budget.epsilon, self.budget.delta],
+        ]
+        return [*found, both] if self.asked.overlap == "some" else found
+
+    def statement(self, training: Budget, schema: Schema) -> str:
+        """Return the guarantee for held-out records, as it follows the certificate's statement."""
+        unit, b = schema.record_unit, self.budget
+        happens = "present or absent" if b.relation == "add-remove" else "replaced by another"
+        text = (
+            f"For a held-out {unit}, {happens}, whose answers are in the published table: ({upwards(b.epsilon)}, "
+            f"{upwards(b.delta)}) ({b.relation}, {b.accountant} accountant)"
+        )
+        if self.asked.read_off:
+            text += ", given that the number of held-out records is public"
+        if self.asked.overlap == "none":
+            return f"{text}. None of them was trained on: {KNOWN[self.asked.known]}."
+        both = (training.epsilon + b.epsilon, training.delta + b.delta)
+        return (
+            f"{text}. Some of them may have been trained on too; for these the two add up to ({upwards(both[0])}, "
+            f"{upwards(both[1])})."
+        )
+
+    def fields(self, training: Budget, schema: Schema) -> dict[str, Any]:
+        """Return what the certificate states about the table."""
+        b, asked = self.budget, self.asked
+        return {
+            "statement": self.statement(training, schema),
+            "budget": {"epsilon": b.epsilon, "delta": b.delta},
+            "epsilon_spent": b.pricing().epsilon(self.events, b.delta),
+            "relation": b.relation,
+            "accountant": b.accountant,
+            "privacy_unit": f"one {schema.record_unit}",
+            "paid": self.paid(training),
+            "noise": {"law": "discrete Laplace, exact", "scale": self.scale},
+            "asked": vars(asked).copy(),
+            "answered_by": asked.described(),
+            "table": [list(row) for row in self.table],
+            "figures": self.figures().as_dict(),
+        }
+
+
+def read(fields: object, budget: Budget, events: tuple[Event, ...], schema: Schema) -> Publication:
+    """Return the publication that a certificate states, and anybody may have edited.
+
+    Args:
+        fields: the certificate's field.
+        budget: of the accuracy ledger.
+        events: of the accuracy ledger.
+        schema: the certificate's public facts.
+
+    Raises:
+        TamperedError: it holds something that datalens does not write.
+    """
+    try:
+        if not isinstance(fields, dict):
+            raise TypeError
+        table = tuple(tuple(row) for row in fields["table"])
+        asked = Asked(**fields["asked"])
+    except (KeyError, TypeError) as error:
+        raise TamperedError("the published accuracy cannot be read") from error
+    classes = len(schema.classes)
+    square = len(table) == classes and all(len(row) == classes for row in table)
+    if not square or not all(type(cell) is int and abs(cell) < 2**53 for row in table for cell in row):
+        raise TamperedError("the published table is no table of whole numbers, classes by classes")
+    if not events or not all(isinstance(e, LaplaceEvent) and LEAST_SCALE <= e.scale <= MOST_SCALE for e in events):
+        raise TamperedError("the accuracy ledger has no charge for a table of counts, or other charges")
+    return Publication(asked=asked, budget=budget, events=events, table=table)
+
+
+def problems(stated: dict[str, Any], publication: Publication, training: Budget, schema: Schema) -> list[str]:
+    """Return what is wrong with a publication: charges, prices and figures must agree.
+
+    Args:
+        stated: the certificate's field.
+        publication: what `read` made of it.
+        training: the budget of the run.
+        schema: the certificate's public facts.
+    """
+    budget, events, wrong = publication.budget, publication.events, []
+    unit = "person" if schema.by_person else "record"
+    moved = moved_by(training, schema)
+    for number, event in enumerate(events):
+        assert isinstance(event, LaplaceEvent)
+        facts = (event.part, event.step, event.queries, event.row_unit, event.moved, event.relation, event.noise)
+        if facts != (PART, number, 1, unit, moved, training.relation, "operating-system"):
+            wrong.append("the accuracy ledger was charged for something else than a table of answers")
+            break
+    paid = sum(event.loss * event.moved for event in events if isinstance(event, LaplaceEvent))
+    if (budget.relation, budget.accountant) != (training.relation, "exact") or math.isinf(training.epsilon):
+        wrong.append("the published table and the release do not count the same neighbours, or have no guarantee")
+    if not math.isclose(paid, budget.epsilon, rel_tol=1e-9):
+        wrong.append(f"the published table cost ε = {upwards(paid)} without δ, and its budget is {budget.epsilon:g}")
+    if wrong:
+        return wrong
+    if not budget.pricing().epsilon(events, budget.delta) <= budget.epsilon:
+        return ["the accuracy ledger adds up to more than its budget"]
+    expected = publication.fields(training, schema)
+    if set(stated) != set(expected):
+        return ["the published accuracy has a missing or an unknown field"]
+    return [
+        f"the published accuracy states {name} {str(stated[name])[:200]!r}, but its table and ledger give "
+        f"{str(value)[:200]!r}"
+        for name, value in expected.items()
+        if not alike(stated[name], value, within=ROUNDING if name == "figures" else 0.0)
+    ]
+
+
+def moved_by(budget: Budget, schema: Schema) -> int:
+    """Return how many cells of the table differ between neighbours, by one each."""
+    return 1 if budget.relation == "add-remove" else min(2, len(schema.classes) ** 2)
+
+
+def alike(one: object, other: object, *, within: float) -> bool:
+    """Return whether two JSON values are the same, floats up to `within` (or the last digits)."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=within)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(alike(a, b, within=within) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return set(one) == set(other) and all(alike(one[name], other[name], within=within) for name in one)
+    return type(one) is type(other) and one == other
+
+
+def publication_of(run: Path, weights_sha256: str, schema: Schema) -> tuple[Publication, Path] | None:
+    """Return what a run has published about the model with these weights, and its ledger; None if nothing.
+
+    Raises:
+        DatalensError: the files are damaged.
+    """
+    path = run / KEPT
+    if not path.is_file():
+        return None
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["weights"] != weights_sha256:  # it was about another model: this release has nothing of it
+            return None
+        ledger = run / str(kept["folder"]) / "ledger.jsonl"
+        return read(kept, *read_ledger(ledger), schema), ledger
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatalensError(f"{path} is damaged ({type(error).__name__}): put a copy of it back") from error
+
+
+def figures_of(fields: dict[str, Any]) -> Figures:
+    """Return the figures that a certificate's field states."""
+    found = dict(fields["figures"])
+    found["classes"] = tuple(None if one is None else tuple(one) for one in found["classes"])
+    return Figures(**found)
+
+
+def said(fields: dict[str, Any]) -> list[str]:
+    """Return the published accuracy of a certificate as lines of text."""
+    f = figures_of(fields)
+    units = "persons" if fields["privacy_unit"] == f"one {PERSON}" else "records"
+    terms = Budget(**fields["budget"], relation=fields["relation"], accountant=fields["accountant"])
+    return [
+        f"published accuracy {f.accuracy:.4f} (95 %: {f.low:.4f} to {f.high:.4f}, with the noise and the chance of the "
+        f"sample) on {fields['asked']['held_out']} held-out {units}, by {fields['answered_by']}",
+        f"always guessing the largest class: {f.majority:.4f} (noise: {f.majority_low:.4f} to {f.majority_high:.4f})",
+        f"verdict: {f.verdict}",
+        f"covered: each of these {units} pays {terms.describe(terms.epsilon)}",
+    ]

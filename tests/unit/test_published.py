@@ -1,0 +1,356 @@
+"""The published table: one cell a unit, charged before its noise, and intervals that hold what they say."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
+from datalens.data.records import Dataset
+from datalens.data.schema import PERSON, Schema
+from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.privacy.events import DiscreteGaussianEvent, LaplaceEvent
+from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.mechanisms import LaplaceVote
+from datalens.privacy.noise import Held, LaplaceNoise
+from datalens.privacy.released import Released
+from datalens.privacy.reserve import price
+from datalens.private.answers import answers, ballots_of, in_both, units_of
+from datalens.released import accuracy, publication
+from datalens.released.publication import Asked, Publication
+
+CLASSES = ("a", "b", "c")
+SCHEMA = Schema(name="held", height=8, width=8, channels=1, classes=CLASSES, nominal_size=100)
+PERSONS = Schema(name="held", height=8, width=8, channels=1, classes=CLASSES, nominal_size=100, record_unit=PERSON)
+FACTS: dict[str, Any] = {"delta": 1e-5, "accountant": "exact"}
+
+
+def held_out(count: int = 40, schema: Schema = SCHEMA, ids: list[str] | None = None) -> Dataset:
+    drawn = np.random.default_rng(7)
+    images = drawn.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8)
+    labels = drawn.integers(0, 3, count)
+    return Dataset(schema=schema, images=images, labels=labels, ids=None if ids is None else np.array(ids, object))
+
+
+def guess(image: np.ndarray) -> int:
+    return int(image[0, 0, 0]) % 3
+
+
+def without(records: Dataset, number: int) -> Dataset:
+    kept = np.arange(len(records.images)) != number
+    ids = None if records.ids is None else records.ids[kept]
+    return Dataset(schema=records.schema, images=records.images[kept], labels=records.labels[kept], ids=ids)
+
+
+def table(votes: VoteCounts) -> np.ndarray:
+    return votes.private_total.numpy().reshape(3, 3)
+
+
+# --- one unit, one cell -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_that_of_the_answers() -> None:
+    records = held_out()
+    expected = np.zeros((3, 3), dtype=np.int64)
+    for image, label in zip(records.images, records.labels, strict=True):
+        expected[label, guess(image)] += 1
+    votes = answers(records, guess)
+    assert (table(votes) == expected).all() and votes.row_unit == "record"
+
+
+@pytest.mark.parametrize("number", [0, 17, 39])
+def test_a_record_adds_one_to_one_cell_and_moves_no_other(number: int) -> None:
+    records = held_out()
+    difference = table(answers(records, guess)) - table(answers(without(records, number), guess))
+    assert sorted(difference.ravel().tolist()) == [0] * 8 + [1]
+
+
+def test_each_image_is_classified_by_itself() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def one(image: np.ndarray) -> int:
+        shapes.append(image.shape)
+        return 0
+
+    answers(held_out(), one)
+    assert shapes == [(8, 8, 1)] * 40
+
+
+def test_a_person_has_one_weight_in_all() -> None:
+    ids = ["many"] * 25 + [f"p{i}" for i in range(15)]
+    records = held_out(schema=PERSONS, ids=ids)
+    votes = answers(records, guess)
+    assert table(votes).sum() == 16 and votes.row_unit == "person"
+    alone = Dataset(schema=PERSONS, images=records.images[25:], labels=records.labels[25:], ids=records.ids[25:])  # type: ignore[index]
+    assert sorted((table(votes) - table(answers(alone, guess))).ravel().tolist()) == [0] * 8 + [1]
+
+
+def test_which_image_of_a_person_answers_depends_on_their_images_alone() -> None:
+    ids = ["one"] * 10 + ["two"] * 30
+    records = held_out(schema=PERSONS, ids=ids)
+    (chosen,) = [i for i in ballots_of(records) if i < 10]
+    order = np.random.default_rng(1).permutation(40)
+    shuffled = Dataset(
+        schema=PERSONS, images=records.images[order], labels=records.labels[order], ids=np.array(ids, object)[order]
+    )
+    again = {order[i] for i in ballots_of(shuffled)}
+    assert chosen in again and chosen in ballots_of(without(records, 39))
+
+
+def test_persons_need_ids() -> None:
+    with pytest.raises(DatalensError, match="--record-id"):
+        answers(held_out(schema=PERSONS), guess)
+
+
+def test_a_record_counted_twice_is_refused() -> None:
+    """The twin: its two ballots would move two counts at the price of one."""
+    ballots = Ballots(teachers=torch.tensor([0, 1, 1]), choices=torch.zeros(3, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="unit 1 is in the sum twice"):
+        count_ballots([ballots], answers=9, row_unit="record")
+
+
+def test_units_in_both_are_found_by_pixels_and_by_ids() -> None:
+    records = held_out()
+    units, _ = units_of(without(records, 3))
+    assert in_both(records, units) == 39
+    persons = held_out(schema=PERSONS, ids=["x"] * 5 + [f"p{i}" for i in range(35)])
+    others = held_out(4, schema=PERSONS, ids=["x", "y", "y", "z"])
+    assert in_both(persons, units_of(others)[0]) == 5
+    assert in_both(others, units_of(persons)[0]) == 1
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def ledger(epsilon: float = 0.1, relation: str = "add-remove") -> Ledger:
+    return Ledger.in_memory(Budget(epsilon=epsilon, relation=relation, **FACTS))  # type: ignore[arg-type]
+
+
+def gate(scale: float = 10.0) -> LaplaceVote:
+    return LaplaceVote(noise=LaplaceNoise(scale), part=publication.PART)
+
+
+@pytest.mark.parametrize(("relation", "moved", "scale"), [("add-remove", 1, 10.0), ("replace-one", 2, 20.0)])
+def test_it_is_charged_for_the_cells_that_a_neighbour_moves(relation: str, moved: int, scale: float) -> None:
+    paid = ledger(relation=relation)
+    event = gate(scale).release(answers(held_out(), guess), paid, step=0).event
+    assert isinstance(event, LaplaceEvent)
+    assert (event.row_unit, event.moved, event.part) == ("record", moved, "published-accuracy")
+    assert 0.0999 < paid.spent() <= 0.1
+
+
+def test_ballots_of_teachers_are_charged_as_before() -> None:
+    votes = count_ballots([Ballots(teachers=torch.arange(5), choices=torch.zeros(5, 1, dtype=torch.int64))], answers=9)
+    event = gate(20.0).release(votes, ledger(1.0), step=0).event
+    assert isinstance(event, LaplaceEvent) and (event.row_unit, event.moved) == ("teacher", 2)
+
+
+def test_nothing_is_released_past_the_budget() -> None:
+    paid = ledger(0.09)
+    with pytest.raises(BudgetExceeded):
+        gate().release(answers(held_out(), guess), paid, step=0)
+    assert paid.events == ()
+
+
+class Unnoised:
+    """The twin that charges and adds nothing."""
+
+    def release(self, votes: VoteCounts, paid: Ledger, *, step: int) -> Released:
+        honest = gate().release(votes, paid, step=step)
+        return Released(value=votes.private_total.numpy(), event=honest.event, number=honest.number)
+
+
+def is_noisy(of: Any) -> bool:
+    """Whether 900 cells have the noise of scale 10: its mean magnitude is 10 ± 0.33 (8 standard errors are allowed)."""
+    votes = count_ballots([Ballots(teachers=torch.arange(9), choices=torch.arange(9).view(9, 1))], answers=900)
+    noise = of.release(votes, ledger(5.0), step=0).value - votes.private_total.numpy()
+    return abs(np.abs(noise).mean() - 10) < 8 / 3
+
+
+def test_the_noise_is_there_and_a_table_without_it_is_caught() -> None:
+    assert is_noisy(LaplaceVote(noise=LaplaceNoise(10.0, seed=1)))
+    assert not is_noisy(Unnoised())
+    assert not is_noisy(LaplaceVote(noise=LaplaceNoise(5.0, seed=1)))
+
+
+class ChargesAfter:
+    """The twin that adds the noise first."""
+
+    def release(self, votes: VoteCounts, paid: Ledger, *, step: int) -> Released:
+        noise = Held(LaplaceNoise(10.0, seed=1).integers(votes.cells))
+        value = votes.private_total.numpy() + noise.take().reshape(votes.private_total.shape)
+        released = gate().release(votes, paid, step=step)
+        return Released(value=value, event=released.event, number=released.number)
+
+
+def order_of(of: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    noted: list[str] = []
+
+    def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **named: (noted.append(name), method(*arguments, **named))[1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge", noting("charge", Ledger.charge))
+        patch.setattr(Held, "take", noting("noise", Held.take))
+        of.release(answers(held_out(), guess), ledger(5.0), step=0)
+    return noted
+
+
+def test_the_charge_comes_first_and_a_gate_that_charges_after_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert order_of(gate(), monkeypatch) == ["charge", "noise"]
+    assert order_of(ChargesAfter(), monkeypatch)[0] == "noise"
+
+
+def test_beside_gaussian_noise_counts_cost_no_more_than_their_pure_epsilon() -> None:
+    facts: dict[str, Any] = {"relation": "add-remove", "noise": "operating-system", "queries": 1, "step": 0}
+    moments = DiscreteGaussianEvent(
+        row_unit="record", l2_bound=16384.0, diameter=32768.0, sigma=6e4, coordinates=9, **facts
+    )
+    counts = LaplaceEvent(row_unit="record", moved=1, scale=10.0, **facts)
+    alone, name = price([(moments, 1)], 1e-5)
+    both, by = price([(moments, 1), (counts, 1)], 1e-5)
+    assert (name, by) == ("exact", "exact")
+    assert alone < both <= alone + 0.1 + 1e-12
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_law_of_added_noise_is_the_convolution() -> None:
+    noise, law = accuracy._noise_law(3, 2.0)
+    a = math.exp(-0.5)
+    one = (1 - a) / (1 + a) * a ** np.abs(np.arange(-80, 81))
+    three = np.convolve(np.convolve(one, one), one)
+    at = {int(z): p for z, p in zip(noise, law, strict=True)}
+    assert all(at[z] == pytest.approx(three[240 + z], rel=1e-6) for z in range(-25, 26))
+
+
+def coverage(p: float, records: int, *, cells: int, scale: float, assumed: float) -> float:
+    """The probability, added up over all outcomes, that the interval for noise of scale `assumed` holds p."""
+    from scipy.stats import binom
+
+    noise, law = accuracy._noise_law(cells, scale)
+    both = np.convolve(binom.pmf(np.arange(records + 1), records, p), law)
+    seen = np.arange(len(both)) + int(noise[0])
+    covered = 0.0
+    for right, chance in zip(seen, both, strict=True):
+        if chance > 1e-7:
+            low, high = accuracy.interval(float(right), records, cells=cells, scale=assumed)
+            covered += chance * (low <= p <= high)
+    return covered
+
+
+@pytest.mark.parametrize("p", [0.3, 0.8, 0.97])
+def test_intervals_hold_what_they_say_and_one_without_the_noise_is_caught(p: float) -> None:
+    assert 0.95 - 1e-4 <= coverage(p, 60, cells=2, scale=3.0, assumed=3.0) < 0.99
+    assert coverage(p, 60, cells=2, scale=3.0, assumed=1e-4) < 0.85
+
+
+def test_figures_are_those_of_the_table() -> None:
+    found = accuracy.figures([[80, 20, 0], [10, 90, 0], [0, 0, 300]], scale=0.05, records=500)
+    assert (found.accuracy, found.majority) == (0.94, 0.6)
+    assert found.low < 0.94 < found.high and found.verdict.startswith("better")
+    assert [one and one[0] for one in found.classes] == [0.8, 0.9, 1.0]
+
+
+def test_noise_that_drowns_the_table_is_called_of_little_use() -> None:
+    found = accuracy.figures([[80, 20, 0], [10, 90, 0], [0, 0, 30]], scale=100.0, records=230)
+    assert found.verdict.startswith("of little use") and found.classes[2] is None
+
+
+def test_what_a_budget_gives() -> None:
+    noise, half = accuracy.expected(10, 10_000, scale=10.0)
+    assert noise < 0.01 and half < 0.015
+    noise, half = accuracy.expected(4, 300, scale=10.0)
+    assert half > 0.15
+
+
+# --- what the certificate states --------------------------------------------------------------------------------------
+
+
+ASKED = {
+    "overlap": "none", "known": "word", "held_out": 230, "read_off": True, "classifier": "augmented", "images": 1000,
+    "epochs": 3, "seed": 0,
+}  # fmt: skip
+TRAINING = Budget(epsilon=1.0, relation="add-remove", **FACTS)
+
+
+def published(**changes: Any) -> Publication:
+    paid = ledger()
+    gate().release(answers(held_out(), guess), paid, step=0)
+    return Publication(
+        asked=Asked(**{**ASKED, **changes}),  # type: ignore[arg-type]
+        budget=paid.budget,
+        events=paid.events,
+        table=((80, 20, 0), (10, 90, 0), (0, -3, 30)),
+    )
+
+
+def test_what_is_written_is_read_back_and_stands() -> None:
+    one = published()
+    fields = one.fields(TRAINING, SCHEMA)
+    again = publication.read(fields, one.budget, one.events, SCHEMA)
+    assert again == one and publication.problems(fields, again, TRAINING, SCHEMA) == []
+    assert [who for who, *_ in fields["paid"]] == ["trained on", "held out"]
+
+
+def test_records_that_are_in_both_pay_the_sum() -> None:
+    fields = published(overlap="some").fields(TRAINING, SCHEMA)
+    assert fields["paid"][2] == ["both", pytest.approx(1.1), pytest.approx(2e-5)]
+    assert "(1.1, 2e-05)" in fields["statement"] and "None of them was trained on" not in fields["statement"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("table", [[80, 20, 0], [10, 90, 0], [0, -3, 31]]),
+        ("budget", {"epsilon": 0.05, "delta": 1e-5}),
+        ("budget", {"epsilon": 0.1, "delta": 1e-6}),
+        ("epsilon_spent", 0.05),
+        ("statement", "covered"),
+        ("asked", {**ASKED, "overlap": "some"}),
+        ("asked", {**ASKED, "held_out": 2300}),
+        ("answered_by", "an oracle"),
+        ("paid", [["trained on", 1.0, 1e-5]]),
+        ("noise", {"law": "discrete Laplace, exact", "scale": 1.0}),
+        ("extra", 1),
+    ],
+)
+def test_one_changed_fact_is_found(name: str, value: Any) -> None:
+    one = published()
+    fields = {**one.fields(TRAINING, SCHEMA), name: value}
+    again = publication.read(fields, one.budget, one.events, SCHEMA)
+    assert publication.problems(fields, again, TRAINING, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"table": [[1, 2], [3, 4]]},
+        {"table": [[0.5] * 3] * 3},
+        {"asked": {**ASKED, "known": "trust me"}},
+        {"asked": {**ASKED, "classifier": "a text to smuggle data in"}},
+        {"asked": {**ASKED, "held_out": 0}},
+        {"asked": {}},
+        {"table": None},
+    ],
+)
+def test_nonsense_is_refused(value: dict[str, Any]) -> None:
+    one = published()
+    with pytest.raises(TamperedError):
+        publication.read({**one.fields(TRAINING, SCHEMA), **value}, one.budget, one.events, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change", [{"moved": 0}, {"part": ""}, {"step": 1}, {"row_unit": "person"}, {"noise": "seeded"}]
+)
+def test_a_charge_for_something_else_is_found(change: dict[str, Any]) -> None:
+    one = published()
+    (event,) = one.events
+    assert isinstance(event, LaplaceEvent)
+    other = LaplaceEvent(**(vars(event) | change))
+    wrong = Publication(asked=one.asked, budget=one.budget, events=(other,), table=one.table)
+    assert publication.problems(one.fields(TRAINING, SCHEMA), wrong, TRAINING, SCHEMA)
