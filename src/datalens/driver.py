@@ -79,7 +79,8 @@ def train(
         world.together(lambda: _check_ranks(settings, method, world))
         asked = {**job.options, **options.own}
         held_out = _held_out(job) if records is None else None  # arrays from Python have no test split
-        place = Place(device=world.device, folder=options.out, world=world, options=asked, held_out=held_out)
+        facts: dict[str, Any] = {"device": world.device, "folder": options.out, "options": asked}
+        place = Place(**facts, world=world, held_out=held_out, closing=stack)
 
         run = world.together(lambda: _open(options, job) if world.leads else None)
         if run is not None:

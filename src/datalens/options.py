@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tyro.conf import arg
 
+from datalens.data.remote import is_address
 from datalens.errors import DatalensError
 
 NoiseName = Literal["discrete-gaussian", "gaussian"]
@@ -139,7 +140,7 @@ class NoOptions:
 
 
 # Options that change no result, or name places: config.json does not keep them, and --resume may change them.
-FORGOTTEN = ("out", "resume", "json", "device", "chunk", "tensorboard")
+FORGOTTEN = ("out", "resume", "json", "device", "chunk", "tensorboard", "engine", "scheduler", "workers")
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -178,7 +179,7 @@ class TrainOptions(RareOptions, PriceOptions, RunOptions, MethodOptions, BudgetO
 
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "own"} | dict(self.own)
         fields = {name: value for name, value in fields.items() if name not in FORGOTTEN}
-        if fields["data"] is not None and formats.is_own(fields["data"]):
+        if fields["data"] is not None and formats.is_own(fields["data"]) and not is_address(fields["data"]):
             fields["data"] = os.path.abspath(fields["data"])  # --resume may be called from another folder
         for name in ("data_folder", "budget"):
             if fields[name] is not None:

@@ -115,12 +115,18 @@ def told(said: Callable[[float], str]) -> Iterator[None]:
 
 
 @contextmanager
-def bar(description: str, total: float | None, *, private: bool = False) -> Iterator[tuple[Ticking, TaskID]]:
+def bar(
+    description: str, total: float | None, *, private: bool = False, shown: bool = True
+) -> Iterator[tuple[Ticking, TaskID]]:
     """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`.
 
     Args:
         private: whether the count says how many records there are, which logs must not.
+        shown: False for work within other work that shows a bar: only one can be shown at a time.
     """
+    if not shown:
+        yield Count(description, total, private=private), TaskID(0)
+        return
     if not console.is_terminal:
         count = Count(description, total, private=private)
         with told(count.said):

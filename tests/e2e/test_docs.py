@@ -6,12 +6,15 @@ A block that cannot run here is marked, for the reader too, by ```python title="
 import math
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from datalens.cli.mistakes import check
+from datalens.cli.train import Train, command_for
 from datalens.errors import DatalensError
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
@@ -100,6 +103,39 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 _parse(words)
             except SystemExit:
                 pytest.fail(f"{page.name}: datalens {shlex.join(words)}\n{capsys.readouterr().err}")
+
+
+def test_the_slurm_script_and_the_manifest_of_the_cluster_page() -> None:
+    """What users copy: valid, and driver, scheduler and workers meet at one address."""
+    yaml = pytest.importorskip("yaml")
+    found = {
+        kind: [text for k, _, text in blocks(ROOT / "docs" / "cluster.md") if k == kind] for kind in ("sh", "yaml")
+    }
+    (script,) = [text for text in found["sh"] if "#SBATCH" in text]
+    assert subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    lines = script.replace("\\\n", " ").splitlines()
+    assert lines[0] == "#!/bin/sh" and sum(line.startswith("#SBATCH --") for line in lines) >= 4
+    (driver,) = (shlex.split(line) for line in lines if line.startswith("datalens train"))
+    assert driver[driver.index("--scheduler") + 1] == "tcp://$first:8786" and 'worker "tcp://$first:8786"' in script
+
+    (text,) = found["yaml"]
+    things = {(thing["kind"], thing["metadata"]["name"]): thing["spec"] for thing in yaml.safe_load_all(text)}
+    assert len(things) == 4
+    service = things["Service", "datalens-scheduler"]
+    address = f"tcp://datalens-scheduler:{service['ports'][0]['port']}"
+    commands_of = {}
+    for (kind, name), spec in things.items():
+        if kind != "Service":
+            (container,) = spec["template"]["spec"]["containers"]
+            commands_of[name] = container["command"]
+            assert all(isinstance(word, str) for word in container["command"]), name
+            labels = spec["template"].get("metadata", {}).get("labels")
+            assert kind == "Job" or spec["selector"]["matchLabels"] == labels
+    assert service["selector"] == things["Deployment", "datalens-scheduler"]["selector"]["matchLabels"]
+    assert address in commands_of["datalens-worker"] and address in commands_of["datalens-train"]
+    assert commands_of["datalens-train"][:2] == ["datalens", "train"]
+    command, _ = command_for("train", commands_of["datalens-train"][2:], Train)
+    check(command, commands_of["datalens-train"][2:], "datalens train")
 
 
 def test_a_command_that_does_not_exist_would_be_found() -> None:

@@ -93,3 +93,61 @@ def test_shares_of_more_than_memory_holds(faces: Path, environment: dict[str, st
 def test_broken_twin_that_holds_the_set_whole(faces: Path, way: str, environment: dict[str, str]) -> None:
     done = run(faces, way, environment)
     assert done.returncode == OUT_OF_MEMORY, done.stderr
+
+
+# --- the default method: rows of records, in a file -------------------------------------------------
+
+ROWS = 250_000  # of 8x8 pixels: 63 MiB of rows
+ROWS_CHILD = """
+import json, resource, sys
+import numpy as np, torch
+from datalens.data.records import Block
+from datalens.data.schema import Schema
+from datalens.private.moments import RecordRows
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
+
+count, memory, limit = map(int, sys.argv[1:])
+torch.set_num_threads(1)
+schema = Schema(name="r", height=8, width=8, channels=1, classes=("a", "b"), nominal_size=count)
+
+class Made:
+    schema, fixed_positions = schema, True
+
+    def blocks(self, choose):
+        for start in range(0, count, 2048):
+            index = np.arange(start, min(start + 2048, count))
+            images = (index[:, None, None, None] * np.arange(1, 65).reshape(1, 8, 8, 1) % 251).astype(np.uint8)
+            yield Block(images=images, labels=index % 2, index=index, share=choose(index, ()))
+
+basis, texture = make_basis("opponent", schema.shape, 64), Texture(schema.shape)
+def work():
+    rows = RecordRows.gather(Made(), basis=basis, texture=texture, memory=memory)
+    sums = rows.sums(rows.coordinates, clip=3.0, classes=2, grid=2**14, counted=2**13)
+    return {"in_file": rows.in_file, "counts": sums.private_total[:, -1].tolist(), "sum": int(sums.private_total.sum())}
+
+now = next(line for line in open("/proc/self/status") if line.startswith("VmData:"))
+allowed = int(now.split()[1]) * 1024 + limit
+resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+try:
+    print(json.dumps(work()))
+except (MemoryError, RuntimeError) as error:
+    assert isinstance(error, MemoryError) or "memory" in str(error), error
+    sys.exit(77)
+"""
+
+
+def rows_of(memory: int, limit: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ROWS_CHILD, str(ROWS), str(memory), str(limit)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_rows_of_more_records_than_memory_holds(environment: dict[str, str]) -> None:
+    done = rows_of(2**23, 2**25 + 2**24, environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["in_file"] and found["counts"] == [ROWS // 2 * 2**13] * 2
+
+
+def test_broken_twin_that_keeps_all_rows_in_memory(environment: dict[str, str]) -> None:
+    assert rows_of(2**40, 2**25 + 2**24, environment).returncode == OUT_OF_MEMORY

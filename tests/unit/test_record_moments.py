@@ -130,6 +130,55 @@ def test_how_the_stream_is_cut_does_not_matter(size: int, monkeypatch: pytest.Mo
         assert torch.equal(ask(found).private_total, ask(expected).private_total)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("memory", [0, 2**28])
+def test_neither_threads_nor_the_place_of_rows_matter(
+    threads: int, memory: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In memory or in a file, in one thread or several, cut into few groups or many: the same whole numbers."""
+    expected, before = gather(), torch.get_num_threads()
+    wanted = {kind: ask(expected).private_total for kind, ask in ASKS.items()}
+    monkeypatch.setattr(moments, "CHUNK", 7)
+    monkeypatch.setattr(records_module, "block_records", lambda schema: 3)
+    monkeypatch.setattr(moments, "EXACT", 9)
+    data = Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS)
+    try:
+        torch.set_num_threads(threads)
+        basis = make_basis("opponent", SHAPE, SIZE)
+        found = RecordRows.gather(data, basis=basis, texture=TEXTURE, folder=tmp_path, memory=memory)
+        assert torch.get_num_threads() == threads
+        assert (found.in_file, list(tmp_path.iterdir())) == (memory == 0, [])  # a file without a name
+        assert found.fingerprint == expected.fingerprint
+        for kind, ask in ASKS.items():
+            assert torch.equal(ask(found).private_total, wanted[kind]), kind
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_fingerprint_is_of_the_records_and_not_of_their_order() -> None:
+    order, other = np.random.default_rng(1).permutation(COUNT), IMAGES.copy()
+    other[7, 3, 3] ^= 1
+    assert gather(IMAGES[order], LABELS[order]).fingerprint == gather().fingerprint
+    assert gather(other).fingerprint != gather().fingerprint
+    assert gather(IMAGES, 1 - LABELS).fingerprint != gather().fingerprint
+    parts = gather(IMAGES[:9], LABELS[:9]).fingerprint + gather(IMAGES[9:], LABELS[9:]).fingerprint
+    assert parts % 2**256 == gather().fingerprint
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((28, 28, 1), torch.int16), ((32, 32, 3), torch.int32)])
+def test_rows_are_stored_in_numbers_that_are_large_enough(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    height, width, channels = shape
+    schema = dataclasses.replace(SCHEMA, height=height, width=width, channels=channels)
+    assert moments.stored_type(schema) == kind
+    extreme = images(64, shape=schema.shape)
+    extreme[0], extreme[1, ::2], extreme[2, :, ::2] = 255, 255, 255
+    rows = record_features(
+        torch.from_numpy(extreme), basis=make_basis("opponent", schema.shape, 48), texture=Texture(schema.shape)
+    )
+    assert torch.equal(rows.to(kind).to(torch.int32), rows)
+    assert int(rows.max()) > 25_000
+
+
 # --- every kind of sum ----------------------------------------------------------------------------
 
 EDGES = torch.cat([torch.zeros(1), torch.logspace(-1, 1, 8)]).to(torch.float64)

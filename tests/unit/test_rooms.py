@@ -186,6 +186,7 @@ LIBRARIES = {
     *("torch", "safetensors", "torchmetrics", "opacus", "opendp", "triton"),
     *("matplotlib", "pyarrow", "PIL", "sklearn", "scipy", "numpy", "importlib"),
     *("cryptography", "dp_accounting", "pydicom"),
+    *("dask", "distributed", "fsspec"),
     "fcntl",
 }
 

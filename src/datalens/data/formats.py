@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import os
+import re
 from pathlib import Path
+from types import ModuleType
 
 from datalens.data.dicom import DICOM
 from datalens.data.named import sources
@@ -12,7 +14,9 @@ from datalens.data.own.arrays import shaped
 from datalens.data.own.folder import FOLDER, PREFIX, image_folder
 from datalens.data.own.python import from_arrays as from_arrays
 from datalens.data.own.reading import NONE, Found, Reading, check_not_larger, records_of
+from datalens.data.parts import Part, Piece
 from datalens.data.records import Dataset, OnDisk, Records, collect
+from datalens.data.remote import Remote, is_address, is_pattern, matching
 from datalens.data.schema import LARGEST_NUMBER, Schema
 from datalens.errors import DatalensError
 
@@ -55,7 +59,7 @@ def open_records(
             raise DatalensError(
                 f"the number of records in {data} is private: declare a public round figure with --nominal-size"
             )
-        return _own(Path(data), split, reading, nominal_size or 0)
+        return _own(data, split, reading, nominal_size or 0)
     records = sources.open_records(data, split, data_folder=None if folder is None else Path(folder))
     return records if nominal_size is None else _declared(records, nominal_size)
 
@@ -120,7 +124,7 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
             f"there is no folder or file {data!r} here{_near(Path(data))}, and no named data set of that name{named}: "
             "`datalens data list` shows these"
         )
-    if own:
+    if own and not is_pattern(data):
         _check_exists(Path(data))
     if nominal_size is not None and not 1 <= nominal_size <= LARGEST_NUMBER:
         raise DatalensError(f"--nominal-size must be from 1 to {LARGEST_NUMBER}, not {nominal_size}")
@@ -136,8 +140,9 @@ def _check(data: str, nominal_size: int | None, folder: Path | str | None, readi
         )
 
 
-def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records:
-    if path.suffix == ".npz" or idx_files.is_idx(path):
+def _own(data: str, split: str, reading: Reading, nominal_size: int) -> Records:
+    path = Path(data)
+    if not is_pattern(data) and (path.suffix == ".npz" or idx_files.is_idx(path)):
         if reading.skip_unreadable:
             raise DatalensError(f"--skip-unreadable is for image files: {path} holds arrays, leave it out")
         of_kind = npz.open_npz if path.suffix == ".npz" else idx_files.open_idx
@@ -147,7 +152,57 @@ def _own(path: Path, split: str, reading: Reading, nominal_size: int) -> Records
         except DatalensError as error:
             raise DatalensError(f"{error}, with --image-size") from None
         return records
-    return records_of(find(path, split, reading), reading, nominal_size=nominal_size)
+    return records_of(find(data, split, reading), reading, nominal_size=nominal_size)
+
+
+def cut(data: str, schema: Schema, *, pieces: int, folder: Path | str | None, reading: Reading) -> list[Part]:
+    """Return the parts of the training records, which can be read one by one, in any order.
+
+    Every parquet file is a part. Data of another kind is cut into `pieces`; each of them reads the list of all records,
+    and decodes its own.
+
+    Args:
+        schema: of all records.
+    """
+    if is_own(data):
+        folder_of_parquet = Path(data).is_dir() and any(Path(data).glob("*.parquet"))
+        if is_pattern(data) or Path(data).suffix == ".parquet" or folder_of_parquet:
+            return [
+                Part(number=number, name=str(file), file=file, data=data, reading=reading, schema=schema)
+                for number, file in enumerate(parquet_parts(Path(data)))
+            ]
+    return [
+        Part(
+            number=number,
+            name=f"piece {number + 1} of {pieces} of {data}",
+            data=data if not is_own(data) else os.path.abspath(data),
+            folder=None if folder is None else os.path.abspath(folder),
+            reading=reading,
+            schema=schema,
+            pieces=pieces,
+        )
+        for number in range(pieces)
+    ]
+
+
+def open_part(part: Part) -> Records:
+    """Open one part of the training records. Positions in the stream are those within the part, or have gaps.
+
+    Raises:
+        DatalensError: it cannot be read, or has another schema than the whole.
+    """
+    schema = part.schema
+    if part.file is not None:
+        stored = {name: value for value, name in part.reading.renamed().items()}  # --class-names has renamed them
+        declared = tuple(stored.get(name, name) for name in schema.classes)
+        found = _tables().parquet_list(Path(part.data), "train", part.reading, files=[part.file], declared=declared)
+        return records_of(found, part.reading, nominal_size=schema.nominal_size, public=schema)
+    own = is_own(part.data)
+    nominal = schema.nominal_size if own or part.folder is not None else None
+    records = open_records(part.data, nominal_size=nominal, folder=part.folder, reading=part.reading)
+    if records.schema != schema:
+        raise DatalensError(f"{part.name} has another schema where it was opened: is it the same data there?")
+    return Piece(records=records, number=part.number, pieces=part.pieces)
 
 
 def _check_exists(path: Path) -> None:
@@ -168,25 +223,61 @@ def _near(path: Path) -> str:
 
 def own_images(path: Path, reading: Reading, split: str = "train") -> Found | OnDisk:
     """Return own images as they are stored, for `datalens inspect`, which needs no declarations."""
+    data = _named_by(path)
+    if is_pattern(data):
+        return find(data, split, reading)
     _check_exists(path)
     if path.suffix == ".npz":
         return npz.open_npz(path, split, 0, reading)
-    return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(path, split, reading)
+    return idx_files.open_idx(path, split, 0, reading) if idx_files.is_idx(path) else find(data, split, reading)
 
 
-def find(path: Path, split: str, reading: Reading) -> Found:
-    """List own images in files, without decoding them."""
-    from datalens.data.own import tables
-
+def find(data: str, split: str, reading: Reading) -> Found:
+    """List own images in files, without decoding them. `data`: a path, an address, or a pattern of either."""
+    path = Path(data)
+    if is_pattern(data):
+        files = _tables().parquet_files(path, split, _parquet_matching(data))
+        return _tables().parquet_list(path, split, reading, files=files)
     if path.suffix == ".csv":
-        return tables.csv_list(path, split, reading)
+        return _tables().csv_list(path, split, reading)
     if (path.is_dir() and any(path.glob("*.parquet"))) or path.suffix == ".parquet":
-        return tables.parquet_list(path, split, reading)
+        return _tables().parquet_list(path, split, reading)
     if path.is_file():
         raise DatalensError(f"{path} is neither a folder of images nor a .npz, .csv, .parquet or idx file")
     if (path / METADATA).is_file() and (reading.label not in (None, NONE) or reading.record_id not in RULES):
-        return dataclasses.replace(tables.csv_list(path / METADATA, split, reading), path=path)
+        return dataclasses.replace(_tables().csv_list(path / METADATA, split, reading), path=path)
     return image_folder(path, split, reading)
+
+
+def _tables() -> ModuleType:
+    """Return the module that needs pyarrow, which takes long to load."""
+    from datalens.data.own import tables
+
+    return tables
+
+
+def parquet_parts(path: Path) -> list[Path | Remote]:
+    """Return the parquet files for training: of a folder, of a pattern, or the one file."""
+    data = _named_by(path)
+    files: list[Path | Remote] = _tables().parquet_files(
+        path, "train", _parquet_matching(data) if is_pattern(data) else None
+    )
+    return files
+
+
+def _named_by(path: Path) -> str:
+    """Return what a user named; a Path of an address has lost a slash."""
+    return re.sub(r"^(\w+):/(?=[^/])", r"\1://", str(path))
+
+
+def _parquet_matching(data: str) -> list[Path | Remote]:
+    """Return the parquet files that a pattern matches."""
+    files = matching(data)
+    other = next((file for file in files if not file.name.endswith(".parquet")), None)
+    if other is not None:
+        where = "at an address" if is_address(data) else "of a pattern"
+        raise DatalensError(f"{other} is no .parquet file: parts {where} are parquet files (docs/cluster.md)")
+    return files
 
 
 def _declared(records: Records, nominal_size: int) -> Records:

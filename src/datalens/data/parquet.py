@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from datalens.data.images import Encoded, ImageRecords
 from datalens.data.records import block_records
+from datalens.data.remote import Remote, size_of, source
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError, UnreadableImage
 
@@ -28,7 +29,7 @@ MOST_COMPRESSED, FROM_BYTES = 50, 2**26
 
 
 def parquet_records(
-    files: Sequence[Path], schema: Schema, *, columns: Sequence[str], label: Labelling, crop: int | None = None
+    files: Sequence[Path | Remote], schema: Schema, *, columns: Sequence[str], label: Labelling, crop: int | None = None
 ) -> ImageRecords:
     """Return the records of one split.
 
@@ -46,7 +47,7 @@ def parquet_records(
     )
 
 
-def is_one_table(files: Sequence[Path]) -> bool:
+def is_one_table(files: Sequence[Path | Remote]) -> bool:
     """Return whether the rows of the files, one file after the other, are one list.
 
     They are if there is one file, or if the files are all shards of a table (train-00000-of-00004.parquet, …). Other
@@ -60,7 +61,7 @@ def is_one_table(files: Sequence[Path]) -> bool:
 
 
 def encoded_rows(
-    files: Sequence[Path], *, columns: Sequence[str], label: Labelling, record_id: str | None = None
+    files: Sequence[Path | Remote], *, columns: Sequence[str], label: Labelling, record_id: str | None = None
 ) -> Callable[[int], Iterator[Encoded]]:
     """Return a function that yields the rows, so many at a time, with images still encoded.
 
@@ -87,7 +88,7 @@ def encoded_rows(
     return encoded
 
 
-def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[Any] | None) -> Encoded:
+def _encoded(batch: Any, file: Path | Remote, start: int, labels: np.ndarray, ids: list[Any] | None) -> Encoded:
     member = np.flatnonzero(labels >= 0)
     image = batch.column("image")
     try:
@@ -111,14 +112,14 @@ def _encoded(batch: Any, file: Path, start: int, labels: np.ndarray, ids: list[A
     )
 
 
-def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
+def _columns(file: Path | Remote, wanted: Sequence[str]) -> dict[str, str]:
     """Return lower-case names → the names in the file.
 
     Raises:
         DatalensError: the file is damaged, lacks a column, or its column `image` does not hold images.
     """
     try:
-        with pq.ParquetFile(file) as opened:
+        with pq.ParquetFile(source(file)) as opened:
             schema = opened.schema_arrow
             check_unpacked(opened.metadata, file)
     except FileNotFoundError:
@@ -141,21 +142,21 @@ def _columns(file: Path, wanted: Sequence[str]) -> dict[str, str]:
     return {name: here[name] for name in wanted}
 
 
-def check_unpacked(metadata: Any, file: Path) -> None:
+def check_unpacked(metadata: Any, file: Path | Remote) -> None:
     """Raise if a row group would unpack to far more than the file holds: a few kilobytes could fill the memory.
 
     Row groups are checked rather than columns, since pyarrow ends the process on a column with damaged statistics.
     """
-    most = max(FROM_BYTES, MOST_COMPRESSED * file.stat().st_size)
+    most = max(FROM_BYTES, MOST_COMPRESSED * size_of(file))
     for group in range(metadata.num_row_groups):
         unpacked = metadata.row_group(group).total_byte_size
         if unpacked > most:
             raise ValueError(f"row group {group} would unpack to {unpacked / 2**20:.0f} MiB")
 
 
-def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
+def _batches(file: Path | Remote, columns: list[str], size: int) -> Iterator[Any]:
     try:
-        with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as opened:
+        with pq.ParquetFile(source(file), buffer_size=READ_BYTES, pre_buffer=False) as opened:
             yield from opened.iter_batches(batch_size=size, columns=columns, use_threads=False)
     except MemoryError:  # Arrow's own is an ArrowException, too
         raise
@@ -163,7 +164,7 @@ def _batches(file: Path, columns: list[str], size: int) -> Iterator[Any]:
         raise DatalensError(f"{file} cannot be read to its end ({error})") from None
 
 
-def _values(batch: Any, name: str, file: Path) -> np.ndarray:
+def _values(batch: Any, name: str, file: Path | Remote) -> np.ndarray:
     column = batch.column(name)
     if column.null_count:
         raise DatalensError(f"{file}: column {name} has missing values: every record needs one")

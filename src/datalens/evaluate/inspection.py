@@ -314,7 +314,7 @@ def columns_of(path: Path) -> list[dict[str, Any]]:
     elif path.is_dir() and (path / formats.METADATA).is_file():
         return columns_of(path / formats.METADATA)
     elif path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-        values = tables.parquet_values(path)
+        values = tables.parquet_values(formats.parquet_parts(path))
     else:
         return []
     return [_column(name, found) for name, found in values.items()]

@@ -29,6 +29,9 @@ from torch import Tensor
 from tyro.conf import arg
 
 from datalens.bounded.contributions import BoundedSum
+from datalens.data.formats import cut
+from datalens.data.own.reading import Reading
+from datalens.data.parts import Part as DataPart
 from datalens.data.records import Records
 from datalens.data.schema import Schema
 from datalens.errors import BudgetExceeded, DatalensError
@@ -66,6 +69,8 @@ from datalens.progress import say
 from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
 from datalens.released import moments as released
+from datalens.run import cluster
+from datalens.run.cluster import ClusterRows, check_options
 from datalens.run.folder import Run
 
 # The releases of a run, in this order; the settings named `…_share` say what part of the budget each gets.
@@ -124,6 +129,12 @@ class Options:
     texture_covariances_share: Number = None
     """Share of the class covariances of texture."""
     noise: Noise = None
+    engine: Annotated[Literal["dask"] | None, arg(help_behavior_hint="")] = None
+    """dask: sum the records on a cluster (docs/cluster.md), with the same result."""
+    scheduler: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
+    """Scheduler of the cluster, as tcp://machine:8786."""
+    workers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Instead of a scheduler: processes to start on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +170,7 @@ class MomentSettings(Settings):
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MomentSettings":
         settings: MomentSettings = checked(cls, fields, zero=cls.ZERO)
-        if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # room for 33 million records
+        if not (settings.counted < settings.grid <= 2**14 and settings.bins <= 2**16):  # 2^24 rows add up in float64
             raise DatalensError("the settings grid, counted and bins do not fit together")
         if (settings.texture == 0) != (settings.texture_steps == 0):
             raise DatalensError("the settings texture and texture_steps do not fit together")
@@ -336,7 +347,7 @@ class MomentSettings(Settings):
 
     @property
     def one_process(self) -> str:
-        return "private moments are summed by one process, in seconds: leave torchrun out, or add --warm-start off"
+        return "private moments run in one process, or by --engine dask: leave torchrun out, or add --warm-start off"
 
     @property
     def signal(self) -> str:
@@ -531,7 +542,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
     }
     if _above_noise(schema, budget) < HARDLY_ANY:
         values |= SCARCE
-    overrides = Options.__dataclass_fields__.keys() - {"warm_start", "noise"}
+    overrides = Options.__dataclass_fields__.keys() - {"warm_start", "noise", "engine", "scheduler", "workers"}
     values |= {name: value for name in overrides if (value := getattr(options, name)) is not None}
     if values["texture"] == 0:
         values["texture_steps"] = 0
@@ -578,7 +589,7 @@ LEAST_PART = 0.25  # of the planned mu² of a release: with less, it would be mo
 Ask = Callable[[str, Callable[[], BoundedSum]], Released]
 
 
-def train(run: Run, records: RecordRows, settings: MomentSettings, place: Place) -> released.MomentModel:
+def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings, place: Place) -> released.MomentModel:
     """Make all releases, and return the generator that follows from them."""
     s, schema = settings, run.schema
     classes, floor = len(schema.classes), smallest_class(schema)
@@ -623,7 +634,7 @@ def train(run: Run, records: RecordRows, settings: MomentSettings, place: Place)
 
 def _with_texture(
     start: released.Start,
-    records: RecordRows,
+    records: RecordRows | ClusterRows,
     s: MomentSettings,
     schema: Schema,
     ask: Ask,
@@ -660,11 +671,21 @@ def _with_texture(
     )
 
 
-def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRows:
-    """Return every record's rows, as whole numbers."""
-    shape = records.schema.shape
+def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRows | ClusterRows:
+    """Return every record's rows, as whole numbers: those of this process, or those that a cluster holds."""
+    shape, asked = records.schema.shape, place.options
+    if check_options(asked):
+        assert place.closing is not None
+
+        def parts(pieces: int) -> list[DataPart]:
+            folder, reading = asked.get("data_folder"), Reading.of(dict(asked))
+            return cut(asked["data"], records.schema, pieces=pieces, folder=folder, reading=reading)
+
+        return cluster.gather(asked, parts, settings.coordinates, place.closing)
     basis = make_basis("opponent", shape, settings.coordinates)
-    return RecordRows.gather(records, basis=basis, texture=Texture(shape))
+    # On the disk of the run, not that of temporary files, which may itself be memory.
+    folder = next(parent for parent in place.folder.absolute().parents if parent.is_dir())
+    return RecordRows.gather(records, basis=basis, texture=Texture(shape), folder=folder)
 
 
 def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]) -> Released:

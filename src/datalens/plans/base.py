@@ -6,6 +6,7 @@ together, and `registry.py` names its file. The driver, `verify`, reports and bu
 classes below; none of them depends on which method it is.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -361,6 +362,7 @@ class Place:
         world: all ranks, a `run.ranks.World`; None: this process alone.
         options: all options that were given; some name files.
         held_out: reads the test split, for the owner: what is measured on it is not covered by ε.
+        closing: what is to be closed when the run ends; None: nothing can be.
     """
 
     device: "torch.device"
@@ -368,6 +370,7 @@ class Place:
     world: Any = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     held_out: "Callable[[], Dataset] | None" = None
+    closing: "contextlib.ExitStack | None" = None
 
     @property
     def chunk(self) -> int | None:

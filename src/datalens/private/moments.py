@@ -1,13 +1,20 @@
 """The rows of private moments: for every record its coordinates, its texture and its label.
 
-The privacy unit is a record; or a person with all of their records, wherever these are in the stream.
+The privacy unit is a record; or a person with all of their records, wherever these are in the stream. Rows are kept in
+memory, or in a file without a name, so memory does not grow with the number of records (by 40 bytes for each, where
+persons are protected).
 
 A record's row in every sum below is a function only of that record, of released values and of public ones. It does not
 depend on the other records, on their number or on its position. Values are first rounded to a fine public grid, in
 arithmetic that is exact in any batch, so this holds to the last bit.
 """
 
+import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +22,11 @@ from torch import Tensor
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import TRUNCATED, Outer, on_grid, outer_diameter, sum_outer
-from datalens.data.records import Records
-from datalens.private.shares import FINGERPRINT_MODULUS, Rows, block_fingerprint
+from datalens.bounded.parts import PartSum, join
+from datalens.data.records import Block, Records
+from datalens.data.schema import Schema
+from datalens.private.shares import FINGERPRINT_MODULUS, Rows
+from datalens.private.threads import mapped
 from datalens.progress import bar
 from datalens.public.basis import Basis
 from datalens.public.texture import Texture
@@ -24,72 +34,144 @@ from datalens.public.texture import Texture
 FINE = 2**10  # grid steps per unit of brightness
 WHITE = 2**12  # grid steps per unit of the whitening matrix
 STEEPEST = 2**27  # most of these steps: with fewer than 2^10 features below 2^15 each, sums stay below 2^53
-CHUNK = 4096  # records at a time
+CHUNK = 1024  # records at a time
+TOGETHER = 128  # records whose waves are computed together, so that they stay in the processor's cache
+MEMORY = 2**28  # bytes of rows that are kept in memory: more go to a file
+EXACT = 2**24  # records whose rows, of norm at most 2^28, are added in float64; their sums are added in int64
+KEY = 16  # bytes of a hash that stands for a person: no two are alike
 
 # Selects the values that a moment is of: [n, stored] integers → [n, d] integers.
 View = Callable[[Tensor], Tensor]
+
+
+# Labels, values and persons of a chunk → its rows.
+Row = Callable[[Tensor, Tensor, Tensor | None], Outer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The bounds of one kind of sum (see `sum_outer`)."""
+
+    slots: int
+    left: int
+    right: int
+    diameter: float | None = None
 
 
 class RecordRows:
     """All records as integers in units of 1/FINE: coordinates, then texture features."""
 
     def __init__(
-        self, rows: Rows, labels: Tensor, *, coordinates: int, fingerprint: int, persons: Tensor | None = None
+        self,
+        rows: Rows,
+        labels: Tensor | Rows,
+        *,
+        coordinates: int,
+        fingerprint: int,
+        persons: Tensor | None = None,
+        hashes: np.ndarray | None = None,
     ) -> None:
-        """Index the records. `persons` are their persons' numbers, [n], if persons are the privacy unit."""
+        """Index the records.
+
+        Args:
+            rows: Of all records.
+            labels: Their labels, [n].
+            coordinates: How many numbers of a row are coordinates.
+            fingerprint: Of all records.
+            persons: The numbers of their persons, [n], if persons are the privacy unit.
+            hashes: A hash for each person, where several parts are compared.
+        """
         self._rows = rows.close()
-        self._order = torch.arange(len(labels)) if persons is None else persons.argsort(stable=True)
+        self._labels = labels.close() if isinstance(labels, Rows) else Rows.of(labels).close()
+        self._order = None if persons is None else persons.argsort(stable=True)
         self._persons = None if persons is None else persons[self._order]
-        self._labels = labels[self._order]
         self._coordinates = coordinates
         self.fingerprint = fingerprint
+        self.hashes = hashes
 
     @classmethod
-    def gather(cls, records: Records, *, basis: Basis, texture: Texture) -> "RecordRows":
-        """Read the stream once and keep the rows of all records."""
+    def gather(
+        cls,
+        records: Records,
+        *,
+        basis: Basis,
+        texture: Texture,
+        folder: Path | None = None,
+        memory: int = MEMORY,
+        shown: bool = True,
+    ) -> "RecordRows":
+        """Read the stream once and keep the rows of all records.
+
+        Args:
+            records: The stream.
+            basis: Of the coordinates.
+            texture: Computes the texture features.
+            folder: Where the file of rows lies, if they need one; None: that of temporary files.
+            memory: Bytes of rows that are kept in memory.
+            shown: Whether progress is shown.
+        """
         schema = records.schema
-        cpu = torch.device("cpu")
-        width = basis.size + texture.size
-        rows = Rows(torch.Size([width]), torch.int32, cpu, capacity=schema.nominal_size)
-        labels, persons, fingerprint = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-        person_numbers: dict[bytes, int] = {}
-        with bar(f"reading {schema.name}", schema.nominal_size, private=True) as (progress, task):
+        place: dict[str, Any] = {"capacity": schema.nominal_size, "limit": memory, "folder": folder}
+        cpu, width = torch.device("cpu"), basis.size + texture.size
+        rows = Rows(torch.Size([width]), stored_type(schema), cpu, **place)
+        labels = Rows(torch.Size([]), torch.int32, cpu, **place | {"limit": max(memory, MEMORY // 16)})
+        keys = bytearray()  # of persons, in the order in which the stream asks for them
+        persons: list[np.ndarray] = []
+        fingerprint = asked = 0
 
-            def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-                progress.advance(task, len(index))
-                if not schema.by_person:
-                    return np.zeros(len(index), dtype=np.int64)
-                return np.array([person_numbers.setdefault(key, len(person_numbers)) for key in keys], dtype=np.int64)
+        with bar(f"reading {schema.name}", schema.nominal_size, private=True, shown=shown) as (progress, task):
 
-            for block in records.blocks(everyone):
-                if len(block.index):
-                    rows.append(record_features(torch.from_numpy(block.images), basis=basis, texture=texture))
-                    labels.append(block.labels)
-                    persons.append(block.share)
-                    part = block_fingerprint(block, shared=schema.by_person)
-                    fingerprint = (fingerprint + part) % FINGERPRINT_MODULUS
+            def everyone(index: np.ndarray, names: Iterable[bytes]) -> np.ndarray:
+                nonlocal asked
+                if schema.by_person:
+                    keys.extend(b"".join(person_hash(name) for name in names))
+                asked += len(index)
+                return np.arange(asked - len(index), asked, dtype=np.int64)
+
+            def blocks() -> Iterator[tuple[Block, np.ndarray]]:
+                for block in records.blocks(everyone):
+                    yield block, _persons_of(block, keys)
+
+            def worked(read: tuple[Block, np.ndarray]) -> tuple[Block, Tensor, np.ndarray, int]:
+                block, whose = read
+                features = record_features(torch.from_numpy(block.images), basis=basis, texture=texture)
+                return block, features.to(stored_type(schema)), whose, fingerprint_of(block, whose)
+
+            for block, features, whose, part_of_fingerprint in mapped(worked, blocks()):
+                progress.advance(task, len(block.index))
+                rows.append(features)
+                labels.append(torch.from_numpy(block.labels).to(torch.int32))
+                persons.append(whose)
+                fingerprint = (fingerprint + part_of_fingerprint) % FINGERPRINT_MODULUS
+        numbers, hashes = _numbered(persons) if schema.by_person else (None, None)
         return cls(
             rows,
-            torch.from_numpy(np.concatenate(labels)),
+            labels,
             coordinates=basis.size,
             fingerprint=fingerprint,
-            persons=torch.from_numpy(np.concatenate(persons)) if schema.by_person else None,
+            persons=numbers,
+            hashes=hashes,
         )
 
     @property
     def count(self) -> int:
         """The number of records. It is private under add/remove."""
-        return len(self._labels)
+        return self._rows.count
+
+    @property
+    def in_file(self) -> bool:
+        """Whether the rows are in a file."""
+        return self._rows.in_file
 
     # --- which values ---------------------------------------------------------------------------
 
     def coordinates(self, stored: Tensor) -> Tensor:
         """Return the coordinates of stored rows."""
-        return stored[:, : self._coordinates]
+        return stored[:, : self._coordinates].to(torch.float64)
 
     def texture(self, stored: Tensor, *, centre: Tensor, white: Tensor) -> Tensor:
         """Return the texture features of stored rows, centred and whitened by public tensors on grids."""
-        centred = stored[:, self._coordinates :] - to_fine(centre)
+        centred = stored[:, self._coordinates :].to(torch.float64) - to_fine(centre)
         # All numbers are integers below 2^53: exact in any order, so equal for a record in any batch.
         steps = (white.to(torch.float64) * WHITE).round().clamp(-STEEPEST, STEEPEST)
         return (centred @ steps / WHITE).round()
@@ -107,15 +189,15 @@ class RecordRows:
         """
         inner = edges[1:-1].to(torch.float64) * FINE
 
-        def rows() -> Iterator[Outer]:
-            for labels, values, persons in self._chunks(view, means):
-                norms = values.square().sum(dim=1).sqrt()  # squares of integers: an exact sum
-                bins = torch.bucketize(norms, inner)
-                votes = torch.nn.functional.one_hot(bins, len(edges) - 1).to(torch.float64)
-                one = torch.full_like(votes[:, :1], float(grid))
-                yield Outer(slots=torch.zeros_like(labels), left=votes, right=one, persons=persons)
+        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+            norms = values.square().sum(dim=1).sqrt()  # squares of integers: an exact sum
+            bins = torch.bucketize(norms, inner)
+            votes = torch.nn.functional.one_hot(bins, len(edges) - 1).to(torch.float64)
+            one = torch.full_like(votes[:, :1], float(grid))
+            return Outer(slots=torch.zeros_like(labels), left=votes, right=one, persons=persons)
 
-        return sum_outer(rows(), slots=1, left_bound=1, right_bound=grid, diameter=2**0.5 * grid * (1 + 1e-12))
+        diameter = 2**0.5 * grid * (1 + 1e-12)
+        return self._sum(row, view, means, Bounds(slots=1, left=1, right=grid, diameter=diameter))
 
     def sums(self, view: View, *, clip: float, classes: int, grid: int, counted: int) -> BoundedSum:
         """Return class sums of clipped rows. The last coordinate counts records, in units of `counted`.
@@ -129,13 +211,12 @@ class RecordRows:
         """
         room = int((grid**2 - counted**2) ** 0.5)
 
-        def rows() -> Iterator[Outer]:
-            for labels, values, persons in self._chunks(view, None):
-                clipped = on_grid(values, clip=clip * FINE, grid=room)
-                votes = torch.cat([clipped, torch.full_like(clipped[:, :1], float(counted))], dim=1)
-                yield Outer(slots=labels, left=torch.ones_like(votes[:, :1]), right=votes, persons=persons)
+        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+            clipped = on_grid(values, clip=clip * FINE, grid=room)
+            votes = torch.cat([clipped, torch.full_like(clipped[:, :1], float(counted))], dim=1)
+            return Outer(slots=labels, left=torch.ones_like(votes[:, :1]), right=votes, persons=persons)
 
-        return sum_outer(rows(), slots=classes, left_bound=1, right_bound=grid)
+        return self._sum(row, view, None, Bounds(slots=classes, left=1, right=grid))
 
     def covariances(self, view: View, *, means: Tensor, clip: float, grid: int) -> BoundedSum:
         """Return class sums of u ⊗ u, where u is a row minus the released mean of its class, clipped.
@@ -147,24 +228,48 @@ class RecordRows:
             grid: Bound on the norm of u as integers.
         """
 
-        def rows() -> Iterator[Outer]:
-            for labels, values, persons in self._chunks(view, means):
-                clipped = on_grid(values, clip=clip * FINE, grid=grid)
-                yield Outer(slots=labels, left=clipped, right=clipped, persons=persons)
+        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+            clipped = on_grid(values, clip=clip * FINE, grid=grid)
+            return Outer(slots=labels, left=clipped, right=clipped, persons=persons)
 
         if self._persons is not None and len(means) * means.shape[1] ** 2 > TRUNCATED**2:
             raise ValueError("the diameter of a person's row is not proved for this many cells")
         diameter = outer_diameter(float(grid**2), truncated=0.0 if self._persons is None else TRUNCATED)
-        return sum_outer(rows(), slots=len(means), left_bound=grid, right_bound=grid, diameter=diameter)
+        return self._sum(row, view, means, Bounds(slots=len(means), left=grid, right=grid, diameter=diameter))
 
-    def _chunks(self, view: View, means: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield labels, values and persons of the records in chunks; a person's records are in one chunk."""
+    def _sum(self, row: Row, view: View, means: Tensor | None, bounds: "Bounds") -> BoundedSum:
+        """Return the sum of all records' rows. Threads sum chunks of records; where they are cut does not matter."""
         around = None if means is None else to_fine(means)
-        for start, end in self._ranges():
-            values = view(self._rows.take(self._order[start:end] + 1).to(torch.float64))
-            labels = self._labels[start:end]
-            persons = None if self._persons is None else self._persons[start:end]
-            yield labels, values if around is None else values - around[labels], persons
+        ranges = list(self._ranges())
+
+        def chunks(some: list[tuple[int, int]]) -> Iterator[Outer]:
+            for start, end in some:
+                stored, labels = self._read(start, end)
+                values = view(stored)
+                persons = None if self._persons is None else self._persons[start:end]
+                yield row(labels, values if around is None else values - around[labels], persons)
+
+        def one(part: int) -> PartSum:
+            total = sum_outer(
+                chunks(ranges[part::parts]),
+                slots=bounds.slots,
+                left_bound=bounds.left,
+                right_bound=bounds.right,
+                diameter=bounds.diameter,
+            )
+            return PartSum(total=total, parts=(part,), records=sum(end - start for start, end in ranges[part::parts]))
+
+        parts = min(len(ranges), max(torch.get_num_threads(), -(-self.count // EXACT)))
+        return join(mapped(one, range(parts))).total
+
+    def _read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return stored rows and labels of some records, in the order of persons where these are the units."""
+        if self._order is None:
+            return self._rows.between(start, end), self._labels.between(start, end).to(torch.int64)
+        index = self._order[start:end] + 1
+        rows, labels = self._rows.take(index), self._labels.take(index).to(torch.int64)
+        self._rows.forget()
+        return rows, labels
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of at most CHUNK records, more if one person has more. An empty set has one empty range."""
@@ -183,10 +288,57 @@ def record_features(images: Tensor, *, basis: Basis, texture: Texture) -> Tensor
 
     Each row is a function of its record alone.
     """
-    pixels = images.permute(0, 3, 1, 2).to(torch.float64).contiguous()
-    coordinates = basis.forward(pixels) * (FINE / 255)
-    features = texture(pixels, full=255.0) * FINE
-    return torch.cat([coordinates, features], dim=1).round().to(torch.int32)
+    parts = []
+    for some in images.split(TOGETHER):
+        pixels = some.permute(0, 3, 1, 2).to(torch.float64).contiguous()
+        coordinates = basis.forward(pixels) * (FINE / 255)
+        features = texture(pixels, full=255.0) * FINE
+        parts.append(torch.cat([coordinates, features], dim=1).round_().to(torch.int32))
+    return torch.cat(parts)
+
+
+def stored_type(schema: Schema) -> torch.dtype:
+    """Return the type of stored rows, from public facts: two bytes for each number, where all can be that small.
+
+    A coordinate is no larger than the norm of a whole image. A texture feature is the mean of moduli of unit waves of
+    at most 11 x 11 pixels, so it is below 11·√3, with three channels.
+    """
+    return torch.int16 if math.sqrt(schema.dimensions) * FINE < 2**15 - FINE else torch.int32
+
+
+def person_hash(name: bytes) -> bytes:
+    """Return what stands for a person where persons are told apart: a hash of their key."""
+    return hashlib.blake2b(name, digest_size=KEY).digest()
+
+
+def _persons_of(block: Block, keys: bytearray) -> np.ndarray:
+    """Return the hashes of the persons of a block's records, uint8 [b, KEY]; [b, 0] where there are none."""
+    if not keys or not len(block.index):
+        return np.zeros((len(block.index), KEY if keys else 0), np.uint8)
+    first, last = int(block.share.min()), int(block.share.max())
+    asked = np.frombuffer(bytes(keys[first * KEY : (last + 1) * KEY]), np.uint8).reshape(-1, KEY)
+    return asked[block.share - first]
+
+
+def _numbered(persons: list[np.ndarray]) -> tuple[Tensor, np.ndarray]:
+    """Return a number for each record's person, [n], and the persons' hashes, from the hashes of blocks of records."""
+    hashes = np.concatenate([np.zeros((0, KEY), np.uint8), *persons])
+    every, numbers = np.unique(np.ascontiguousarray(hashes).view(f"V{KEY}").reshape(-1), return_inverse=True)
+    return torch.from_numpy(numbers.astype(np.int64)), every
+
+
+def fingerprint_of(block: Block, persons: np.ndarray) -> int:
+    """Return the sum of hashes of the records (label, person and pixels), as a number.
+
+    It does not depend on the order of records: it is the same whatever files and machines they are spread over.
+    """
+    total = 0
+    for label, whose, image in zip(block.labels, persons, block.images, strict=True):
+        digest = hashlib.sha256(label.astype("<i8").tobytes())
+        digest.update(whose.tobytes())
+        digest.update(np.ascontiguousarray(image).data)
+        total += int.from_bytes(digest.digest(), "little")
+    return total % FINGERPRINT_MODULUS
 
 
 def to_fine(values: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ file that is read through a memory map. Where they are stored changes no value.
 import errno
 import hashlib
 import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -175,17 +177,32 @@ class Rows:
     """A table of rows that are appended, and then read by number. Row 0 is all zeros.
 
     It is on the GPU if `capacity` rows, the expected number, fit there. Otherwise it is in memory until it passes
-    SPILL_BYTES, and from then on in an unlinked temporary file that only this process can read.
+    `limit`, and from then on in an unlinked temporary file that only this process can read.
+
+    Args:
+        limit: Bytes; None: SPILL_BYTES.
+        folder: Where the file lies; None: where temporary files do.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, capacity: int) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        capacity: int,
+        limit: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.device = device
+        self._folder = folder
         self._shape = shape
         self._row_bytes = max(1, shape.numel() * dtype.itemsize)
         fits = device.type == "cuda" and (capacity + 1) * self._row_bytes <= _device_room(device)
         self._home = device if fits or device.type == "cpu" else torch.device("cpu")
-        self._limit = _device_room(device) if fits else SPILL_BYTES
+        self._limit = _device_room(device) if fits else SPILL_BYTES if limit is None else limit
         self._file: IO[bytes] | None = None
+        self._mapped: mmap.mmap | None = None
         self._written = 1
         if (capacity + 1) * self._row_bytes > self._limit:
             self._table = torch.zeros((1, *shape), dtype=dtype, device=self._home)
@@ -204,6 +221,11 @@ class Rows:
     def in_file(self) -> bool:
         """Whether the table is in a temporary file."""
         return self._file is not None
+
+    @property
+    def count(self) -> int:
+        """How many rows were appended."""
+        return self._written - 1
 
     def append(self, rows: Tensor) -> None:
         """Add rows at the end.
@@ -227,17 +249,41 @@ class Rows:
         """Finish writing, so that rows can be read, and return the table."""
         if self._file is not None:
             self._file.flush()
-            # A shared mapping: its pages belong to the file, so the system may drop them from memory at any time.
-            mapped = mmap.mmap(self._file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
-            flat = torch.frombuffer(mapped, dtype=self._table.dtype)
-            self._table = flat.view(self._written, *self._shape)
         return self
 
     def take(self, index: Tensor) -> Tensor:
         """Return the rows with these numbers, on the device: [...] → [..., row]."""
+        if self._file is not None and self._mapped is None:
+            self._map(self._file)
         flat = index.reshape(-1).to(self._home)
         rows = self._table.index_select(0, flat)  # several times faster than self._table[index] on a CPU
         return rows.view(*index.shape, *self._shape).to(self.device)
+
+    def between(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`, which count from 0 without the row of zeros. Not to be written to."""
+        if self._file is None:
+            return self._table[start + 1 : end + 1].to(self.device)
+        # Not through the map, whose pages would count as this process's memory.
+        data = bytearray((end - start) * self._row_bytes)
+        view, at = memoryview(data), (start + 1) * self._row_bytes
+        while view:
+            read = os.preadv(self._file.fileno(), [view], at)
+            if not read:
+                raise OSError(f"the file of rows ends {len(view)} bytes too early")
+            view, at = view[read:], at + read
+        rows = torch.frombuffer(data, dtype=self._table.dtype) if data else self._table.new_empty(0)
+        return rows.view(end - start, *self._shape).to(self.device)
+
+    def forget(self) -> None:
+        """Give back the memory of the file's pages that `take` has read; the file keeps them."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _map(self, file: IO[bytes]) -> None:
+        # A shared mapping: its pages belong to the file, so the system may drop them from memory at any time.
+        self._mapped = mmap.mmap(file.fileno(), self._written * self._row_bytes, access=mmap.ACCESS_WRITE)
+        flat = torch.frombuffer(self._mapped, dtype=self._table.dtype)
+        self._table = flat.view(self._written, *self._shape)
 
     def _grow(self, rows: int) -> None:
         table = torch.zeros((rows, *self._shape), dtype=self._table.dtype, device=self._home)
@@ -247,7 +293,7 @@ class Rows:
     def _spill(self) -> None:
         rows, self._table = self._table[: self._written], self._table[:0].cpu()
         self._home = torch.device("cpu")
-        self._file = tempfile.TemporaryFile(prefix="datalens-")  # noqa: SIM115 (mode 0600, and without a name)
+        self._file = tempfile.TemporaryFile(prefix="datalens-", dir=self._folder)  # noqa: SIM115 (mode 0600, and without a name)
         self._write(rows)
 
     def _write(self, rows: Tensor) -> None:
@@ -259,8 +305,10 @@ class Rows:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise DatalensError(
-                f"no space left in {tempfile.gettempdir()} for the teachers' copy of the records: "
-                "free some, or set TMPDIR to a folder on a larger disk"
+                f"no space left in {self._folder or tempfile.gettempdir()} for the copy of the records that training "
+                "reads: free some, or "
+                + ("set TMPDIR to a folder" if self._folder is None else "put --out")
+                + " on a larger disk"
             ) from None
 
 

@@ -214,13 +214,13 @@ def _by_number(name: str) -> tuple[int, int, str]:
     return (0, int(name), "") if re.fullmatch(r"-?\d{1,15}", name) else (1, 0, name)
 
 
-def records_of(found: Found, reading: Reading, *, nominal_size: int) -> ImageRecords:
-    """Return the images as records, with their schema."""
+def records_of(found: Found, reading: Reading, *, nominal_size: int, public: Schema | None = None) -> ImageRecords:
+    """Return the images as records, with their schema. `public`: the schema, where it is known from all parts."""
     if found.dicom and reading.skip_unreadable:
         raise DatalensError(
             "--skip-unreadable is for images: take the DICOM files out that `datalens inspect` names, and leave it out"
         )
-    schema, first_image_read = _schema(found, reading, nominal_size)
+    schema, first_image_read = (public, False) if public is not None else _schema(found, reading, nominal_size)
     resize = reading.image_size is not None
     looked_at = found.looked_at + (", and the size and colour mode of the first image" if first_image_read else "")
 

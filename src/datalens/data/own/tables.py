@@ -25,6 +25,7 @@ from datalens.data.own.reading import (
 )
 from datalens.data.parquet import encoded_rows, is_one_table
 from datalens.data.regular import check_regular
+from datalens.data.remote import Remote, source
 from datalens.errors import DatalensError, NoTestImages
 
 PATHS = ("file_name", "path", "file", "filename", "image")  # columns that hold the path of an image
@@ -85,15 +86,15 @@ def _members(path: Path, rows: list[dict[str, str]], split: str, *, has_splits: 
     return member
 
 
-def parquet_values(path: Path) -> dict[str, list[str]]:
+def parquet_values(files: Sequence[Path | Remote]) -> dict[str, list[str]]:
     """Return the columns of parquet files other than images, as text, for `datalens inspect`."""
     values: dict[str, list[str]] = {}
-    for file in _parquet_files(path, "train"):
+    for file in files:
         schema = _parquet_schema(file)
         plain = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
         plain = [name for name in plain if not pa.types.is_binary(schema.field(name).type)]
         try:
-            with pq.ParquetFile(file) as opened:
+            with pq.ParquetFile(source(file)) as opened:
                 for batch in opened.iter_batches(columns=plain):
                     for name in plain:
                         found = batch.column(name).to_pylist()
@@ -133,14 +134,26 @@ def _origin(label: Sequence[str]) -> str:
     return f"column {label[0]}" if len(label) == 1 else f"columns {' and '.join(label)}"
 
 
-def parquet_list(path: Path, split: str, reading: Reading) -> Found:
+def parquet_list(
+    path: Path,
+    split: str,
+    reading: Reading,
+    *,
+    files: Sequence[Path | Remote] | None = None,
+    declared: tuple[str, ...] | None = None,
+) -> Found:
     """List the images of a parquet file, or of a folder of train*.parquet and test*.parquet.
 
     Where no file of a folder begins with train, all its files are for training.
+
+    Args:
+        files: the files of the split, where they are known; `path` is then a name for them.
+        declared: the classes, where they are known from all parts of the data.
     """
-    files = _parquet_files(path, split)
+    files = parquet_files(path, split) if files is None else files
     for file in files:
-        check_regular(file)
+        if isinstance(file, Path):
+            check_regular(file)
     schema = _parquet_schema(files[0])
     label = tuple(name.lower() for name in _label([name.lower() for name in schema.names], reading))
     record_id = None if reading.id_column is None else reading.id_column.lower()
@@ -169,11 +182,18 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
         if given is not None:
             classes, origin = given, f"the names that column {label[0]} comes with"
             looked_at += f", the names of the classes that column {label[0]} comes with"
+            for file in files[1:]:  # its numbers would mean other classes
+                if _class_names(_parquet_schema(file), label[0]) != given:
+                    raise DatalensError(f"{file}: {_origin(label)} comes with other classes than in {files[0]}")
+        elif declared is not None:
+            classes = declared
         else:
-            train = files if split == "train" else _parquet_files(path, "train")
+            train = files if split == "train" else parquet_files(path, "train")
             _, classes, origin = numbered(_distinct(train, label), reading, origin=_origin(label))
             looked_at += f", all of {_origin(label)}"
         check_classes(classes, _origin(label))
+    if declared is not None and classes != declared:
+        raise DatalensError(f"{files[0]}: {_origin(label)} comes with other classes than in the other parts")
     return Found(
         path=path,
         classes=classes,
@@ -184,13 +204,13 @@ def parquet_list(path: Path, split: str, reading: Reading) -> Found:
     )
 
 
-def _parquet_files(path: Path, split: str) -> list[Path]:
-    """Return the files of a split."""
-    if path.is_file() or path.suffix == ".parquet":
+def parquet_files(path: Path, split: str, every: Sequence[Path | Remote] | None = None) -> list[Path | Remote]:
+    """Return the files of a split. `every`: those that a pattern matched; by default, those of a folder."""
+    if every is None and (path.is_file() or path.suffix == ".parquet"):
         if split == "train":
             return [path]
         raise NoTestImages(f"{path} has no test images: put train.parquet and test.parquet into a folder, and name it")
-    every = sorted(path.glob("*.parquet"))
+    every = sorted(path.glob("*.parquet")) if every is None else list(every)
     split_up = any(file.name.startswith("train") for file in every)
     if split == "train" and not split_up:
         return every
@@ -202,9 +222,9 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
     return found
 
 
-def _parquet_schema(file: Path) -> pa.Schema:
+def _parquet_schema(file: Path | Remote) -> pa.Schema:
     try:
-        return pq.read_schema(file)
+        return pq.read_schema(source(file))
     except FileNotFoundError:
         raise DatalensError(f"{file} does not exist") from None
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -221,7 +241,7 @@ def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
         return None
 
 
-def _distinct(files: Sequence[Path], label: Sequence[str]) -> list[str]:
+def _distinct(files: Sequence[Path | Remote], label: Sequence[str]) -> list[str]:
     """Return the distinct values of the columns of labels, as text."""
     values: set[str] = set()
     for file in files:
@@ -231,7 +251,7 @@ def _distinct(files: Sequence[Path], label: Sequence[str]) -> list[str]:
                 f"{file} has no column {absent[0]}; its columns are {', '.join(real.values())}: change --label"
             )
         try:
-            with pq.ParquetFile(file) as opened:
+            with pq.ParquetFile(source(file)) as opened:
                 for batch in opened.iter_batches(columns=[real[name] for name in label]):
                     rows = set(zip(*(batch.column(real[name]).to_pylist() for name in label), strict=True))
                     values |= {JOINED.join(map(str, row)) for row in rows if None not in row}
