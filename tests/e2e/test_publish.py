@@ -119,6 +119,39 @@ def test_killed_before_the_charge_nothing_is_paid(own: Path, datalens: Call, mon
     assert charges(run) == 1 and len(datalens("budget", own / "budget", "--json").json["runs"]) == 2
 
 
+def test_other_records_than_it_was_begun_with_are_compared_anew(
+    own: Path, datalens: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found out about the records of a publication that was killed says nothing about others."""
+    run, mixed = own / "run", own / "mixed.npz"
+
+    interrupt(monkeypatch, publish, "answers", run, own / "data.npz")
+    assert "100 of the 200 held-out images" in datalens("evaluate", run, "--data", mixed, *OPTIONS).refused()
+    line = datalens("evaluate", run, "--data", mixed, *OPTIONS, "--budget", own / "others").refused()
+    assert "another --budget" in line and charges(run) == 0
+    found = datalens("evaluate", run, "--data", mixed, *OPTIONS, "--overlap", "some", "--json").succeeded().json
+    assert found["asked"]["overlap"] == "some" and found["asked"]["held_out"] == 200 and len(found["paid"]) == 3
+    assert charges(run) == 1 and datalens("verify", run, "--json").succeeded().json["ok"]
+
+
+def test_records_of_an_earlier_table_pay_for_this_one(own: Path, datalens: Call) -> None:
+    run, options = own / "run", (*OPTIONS, "--overlap", "some")
+    datalens("evaluate", run, "--data", own / "mixed.npz", *options).succeeded()
+    found = datalens("evaluate", run, "--data", own / "data.npz", *OPTIONS, "--again", "--json").succeeded().json
+    assert found["paid"][-1] == ["both", pytest.approx(10.2), pytest.approx(2e-5)]
+    assert datalens("verify", run, "--json").succeeded().json["ok"]
+
+
+def test_options_without_use_are_refused_before_anything_is_reserved(own: Path, datalens: Call) -> None:
+    run, data = own / "run", own / "data.npz"
+    publication = ("evaluate", run, "--data", data, "--publish", "--epsilon", 0.1)
+    assert "chosen on test records" in datalens(*publication, "--classifier", "authors").refused()
+    assert "at least 1" in datalens(*publication, "--count", 0).refused()
+    datalens("budget", own / "others", "--epsilon", 1, "--delta", 1e-5).succeeded()
+    line = datalens(*publication, "--overlap", "some", "--budget", own / "others").refused()
+    assert "belong to the run's budget" in line and not (run / "publication").exists()
+
+
 def test_killed_between_charge_and_journal_it_says_what_another_costs(
     own: Path, datalens: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +187,21 @@ def test_where_it_cannot_be_found_out_it_asks(own: Path, datalens: Call) -> None
     assert "--overlap none, or --overlap some" in line
     found = datalens("evaluate", run, "--data", data, *OPTIONS, "--overlap", "none", "--json").succeeded().json
     assert found["asked"]["known"] == "word" and "the owner says so" in found["statement"]
+
+
+def test_without_options_the_classifier_is_trained_as_evaluate_does(own: Path, datalens: Call) -> None:
+    run, data = own / "run", own / "data.npz"
+
+    def fast(*arguments: Any, **named: Any) -> Any:
+        assert (len(arguments[0]), named["epochs"]) == (10_000, 10)
+        return train(*arguments, **named | {"epochs": 1, "classifier": "logistic"})
+
+    train = publish.train_classifier
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "train_classifier", fast)
+        found = datalens("evaluate", run, "--data", data, "--publish", "--epsilon", 0.1, "--json").succeeded().json
+    assert (found["asked"]["images"], found["asked"]["epochs"]) == (10_000, 10)
+    assert found["asked"]["classifier"] == "augmented"
 
 
 def test_no_room_in_the_budget_charges_nothing(own: Path, datalens: Call) -> None:

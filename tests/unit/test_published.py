@@ -19,6 +19,10 @@ from datalens.privacy.noise import Held, LaplaceNoise
 from datalens.privacy.released import Released
 from datalens.privacy.reserve import price
 from datalens.private.answers import answers, ballots_of, in_both, units_of
+from datalens.private.moments import RecordRows
+from datalens.private.pool import Pool
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released import accuracy, publication
 from datalens.released.publication import Asked, Publication
 
@@ -120,6 +124,20 @@ def test_units_in_both_are_found_by_pixels_and_by_ids() -> None:
     others = held_out(4, schema=PERSONS, ids=["x", "y", "y", "z"])
     assert in_both(persons, units_of(others)[0]) == 5
     assert in_both(others, units_of(persons)[0]) == 1
+
+
+def test_the_fingerprints_are_those_of_runs() -> None:
+    """So that a data set which has changed since a run is not taken for what was trained on."""
+    records = held_out()
+    persons = held_out(schema=PERSONS, ids=["x"] * 5 + [f"p{i}" for i in range(35)])
+    basis, texture = make_basis("opponent", SCHEMA.shape, 4), Texture(SCHEMA.shape)
+    for every in (records, persons):
+        rows = RecordRows.gather(every, basis=basis, texture=texture)
+        assert rows.fingerprint in units_of(every)[1]
+        assert rows.fingerprint not in units_of(without(every, 3))[1]
+    assert Pool.gather(records, device=torch.device("cpu")).fingerprint in units_of(records)[1]
+    others = held_out(schema=PERSONS, ids=["x"] * 6 + [f"p{i}" for i in range(34)])
+    assert units_of(others)[1].isdisjoint({RecordRows.gather(persons, basis=basis, texture=texture).fingerprint})
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

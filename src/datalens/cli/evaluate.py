@@ -93,7 +93,10 @@ class Evaluate:
         from datalens.evaluate import publish
 
         classifier = "augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0]
-        fields, lines = publish.command(self.synthetic, self, classifier=classifier, plan_only=self.plan)
+        images, epochs = self._size()
+        fields, lines = publish.command(
+            self.synthetic, self, classifier=classifier, images=images, epochs=epochs, plan_only=self.plan
+        )
         show(fields, lines, json=self.json)
         return 0
 

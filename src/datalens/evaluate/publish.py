@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from datalens.private.answers import Classify, answers, ballots_of, in_both, uni
 from datalens.released import certificate as certificates
 from datalens.released import publication
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, expected
-from datalens.released.publication import FIELD, KEPT, PART, Asked
+from datalens.released.publication import CLASSIFIERS, FIELD, KEPT, PART, Asked
 from datalens.released.release import load_classifier, sample, write_again
 from datalens.released.verification import check_release
 from datalens.run.folder import Run, read_config
@@ -95,13 +95,16 @@ def plan(classes: int, records: int, *, epsilon: float, relation: str) -> tuple[
     return {**fields, "useful": whole <= USEFUL}, [text]
 
 
-def command(path: Path, options: Any, *, classifier: str, plan_only: bool = False) -> tuple[dict[str, Any], list[str]]:
+def command(
+    path: Path, options: Any, *, classifier: str, images: int, epochs: int, plan_only: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Do what `datalens evaluate --publish` was asked to do, and return JSON fields and lines of text.
 
     Args:
         path: the run folder.
         options: the command, with its options.
         classifier: who answers.
+        images, epochs: of its training.
         plan_only: say which interval to expect, and release nothing.
 
     Raises:
@@ -109,6 +112,10 @@ def command(path: Path, options: Any, *, classifier: str, plan_only: bool = Fals
     """
     if options.epsilon is None:
         raise DatalensError("--publish needs --epsilon, what it may cost each held-out record: 0.1, for example")
+    if classifier not in CLASSIFIERS:
+        raise DatalensError(f"--publish cannot use --classifier {classifier}, whose figure is chosen on test records")
+    if min(images, epochs) < 1:
+        raise DatalensError("--publish trains a classifier: --count and --epochs must be at least 1")
     config, (budget, _) = read_config(path), read_ledger(path / "ledger.jsonl")
     reading = Reading.of(options.files)
 
@@ -129,8 +136,8 @@ def command(path: Path, options: Any, *, classifier: str, plan_only: bool = Fals
         budget=options.budget,
         held_out=options.held_out,
         classifier=classifier,
-        images=options.count,
-        epochs=options.epochs,
+        images=images,
+        epochs=epochs,
         again=options.again,
     )
     return publish(path, held_out(), wish, device=choose_device(options.device))
@@ -227,8 +234,10 @@ def _begin(run: Run, held_out: Dataset, wish: Wish) -> Path:
     begun = [folder for folder in folders if (folder / ASKED).is_file()]
     if not begun:
         return _create(run, run.path / FOLDER, held_out, wish, earlier=())
-    last = begun[-1]
-    asked = json.loads((last / ASKED).read_text(encoding="utf-8"))
+    every = [json.loads((folder / ASKED).read_text(encoding="utf-8")) for folder in begun]
+    if any(one["asked"]["overlap"] == "some" for one in every):
+        wish = replace(wish, overlap="some")  # of an earlier table, whose records pay for this one, too
+    last, asked = begun[-1], every[-1]
     given = {"epsilon": wish.epsilon, "delta": wish.delta}
     if given != {name: asked[name] for name in given}:
         raise DatalensError(
@@ -245,6 +254,11 @@ def _begin(run: Run, held_out: Dataset, wish: Wish) -> Path:
         )
     if asked["weights"] != weights_hash(run.path / "release"):
         raise DatalensError(f"the release was made anew since its accuracy was published: add --again ({cost})")
+    if not found:  # these records, and the classifier, may be others than those that it was begun with
+        if asked.get("budget") != _named(wish):
+            raise DatalensError(f"{last} was begun with another --budget: repeat the command with that")
+        kept = asked | {"asked": vars(_asked(run, held_out, wish))}
+        write_atomically(last / ASKED, json.dumps(kept).encode(), private=True)
     return last
 
 
@@ -282,6 +296,7 @@ def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: t
             "scale": scale,
             "step": tables - 1,
             "weights": weights_hash(run.path / "release"),
+            "budget": _named(wish),
             "asked": vars(asked),
         }
         write_atomically(draft / ASKED, json.dumps(kept).encode(), private=True)
@@ -297,13 +312,23 @@ def _reserve(run: Run, wish: Wish, event: Charge, budget: Budget) -> None:
     """Reserve the charge in the budget of the held-out records: the one that was named, or that of the run."""
     kept = run.config.get("data_budget")
     folder, name = wish.budget, f"{run.schema.name}, held out"
-    if kept is not None and (folder is None or wish.overlap == "some"):
+    if kept is not None and folder is None:
         folder, name = Path(kept["folder"]), run.schema.name
+    elif kept is not None and wish.overlap == "some" and _named(wish) != str(Path(kept["folder"]).resolve()):
+        raise DatalensError(
+            f"records that were trained on belong to the run's budget, {kept['folder']}: leave --budget out, or leave "
+            "these records out"
+        )
     if folder is None:
         return
     with DataBudget.open(folder) as data:
         unit = unit_of(run.schema, run.config["options"].get("record_id"))
         data.reserve([(event, 1)], budget, data=name, unit=unit, final=True)
+
+
+def _named(wish: Wish) -> str | None:
+    """Return the path of the budget that was named, if one was."""
+    return None if wish.budget is None else str(wish.budget.resolve())
 
 
 def _table(run: Run, folder: Path, held_out: Dataset, device: torch.device | str) -> list[list[int]]:
@@ -394,7 +419,8 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
     if wish.overlap == "some":
         return "some", "word"
     options = run.config["options"]
-    if not formats.is_own(wish.data) and wish.data == options["data"] and not options.get("data_folder"):
+    given = wish.folder is not None or options.get("data_folder")  # files that the owner has put there
+    if not formats.is_own(wish.data) and wish.data == options["data"] and not given:
         return "none", "split"
     units = _training_units(run)
     if units is None:
@@ -413,7 +439,7 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
 
 
 def _training_units(run: Run) -> set[bytes] | None:
-    """Return what tells the training records apart, or None if they are not at hand or have changed."""
+    """Return what tells the training records apart, or None if they are not at hand, or cannot be told to be them."""
     options = run.config["options"]
     try:
         records = formats.open_records(
@@ -422,7 +448,8 @@ def _training_units(run: Run) -> set[bytes] | None:
             folder=options.get("data_folder"),
             reading=Reading.of(options),
         )
-        units, fingerprint = units_of(records)
+        units, fingerprints = units_of(records)
     except (DatalensError, OSError):
         return None
-    return units if f"{fingerprint:064x}" == run.config["data_sha256"] else None
+    known = {f"{fingerprint:064x}" for fingerprint in fingerprints}
+    return units if run.config["data_sha256"] in known else None

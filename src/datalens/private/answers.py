@@ -14,6 +14,7 @@ import torch
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
 from datalens.data.records import Dataset, Records, record_keys
 from datalens.errors import DatalensError
+from datalens.private.moments import fingerprint_of, person_hash, persons_of
 from datalens.private.shares import FINGERPRINT_MODULUS, block_fingerprint
 from datalens.progress import bar
 
@@ -63,28 +64,33 @@ def person_keys(records: Dataset) -> list[bytes]:
     return list(record_keys(records.images, ids, by_person=True))
 
 
-def units_of(records: Records) -> tuple[set[bytes], int]:
-    """Return what tells privacy units apart, and the records' fingerprint, from one pass over the stream. Private.
+def units_of(records: Records) -> tuple[set[bytes], set[int]]:
+    """Return what tells privacy units apart, and the records' fingerprints, from one pass over the stream. Private.
 
-    A unit is told by the person's id, or by the image's pixels. The fingerprint is that of `RecordRows` and, for
-    records, of every method.
+    A unit is told by the person's id, or by the image's pixels. The fingerprints are those of `RecordRows` and `Pool`:
+    a run that was trained on these records has one of them, unless its method counts records by teacher.
     """
     by_person = records.schema.by_person
-    numbers: dict[bytes, int] = {}
     units: set[bytes] = set()
-    fingerprint = 0
+    hashes = bytearray()  # of persons, in the order in which the stream asks for them
+    of_rows = of_pool = asked = 0
 
     def everyone(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
-        if not by_person:
-            return np.zeros(len(index), dtype=np.int64)
-        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+        nonlocal asked
+        if by_person:
+            names = list(keys)
+            units.update(names)
+            hashes.extend(b"".join(map(person_hash, names)))
+        asked += len(index)
+        return np.arange(asked - len(index), asked, dtype=np.int64)
 
     with bar("training records", records.schema.nominal_size) as (progress, task):
         for block in records.blocks(everyone):
-            fingerprint = (fingerprint + block_fingerprint(block, shared=by_person)) % FINGERPRINT_MODULUS
+            of_rows += fingerprint_of(block, persons_of(block, hashes))
+            of_pool += block_fingerprint(block)
             units |= set() if by_person else set(map(pixel_hash, block.images))
             progress.advance(task, len(block.index))
-    return (set(numbers) if by_person else units), fingerprint
+    return units, {of_rows % FINGERPRINT_MODULUS, of_pool % FINGERPRINT_MODULUS}
 
 
 def in_both(held_out: Dataset, training: set[bytes]) -> int:

@@ -130,7 +130,7 @@ class RecordRows:
 
             def blocks() -> Iterator[tuple[Block, np.ndarray]]:
                 for block in records.blocks(everyone):
-                    yield block, _persons_of(block, keys)
+                    yield block, persons_of(block, keys)
 
             def worked(read: tuple[Block, np.ndarray]) -> tuple[Block, Tensor, np.ndarray, int]:
                 block, whose = read
@@ -311,7 +311,7 @@ def person_hash(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=KEY).digest()
 
 
-def _persons_of(block: Block, keys: bytearray) -> np.ndarray:
+def persons_of(block: Block, keys: bytearray) -> np.ndarray:
     """Return the hashes of the persons of a block's records, uint8 [b, KEY]; [b, 0] where there are none."""
     if not keys or not len(block.index):
         return np.zeros((len(block.index), KEY if keys else 0), np.uint8)
