@@ -41,8 +41,7 @@ class ReadingOptions:
     """Options by which the user's own files are read (`data.own.reading.Reading`)."""
 
     label: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Column with the labels (default: label; in a folder of images, the folders). none: one class. Given several
-    times, the combinations of these columns are the classes."""
+    """Column with the labels (default: label, or the folders). none: one class. Repeat it to combine columns."""
     classes: Annotated[str | None, arg(metavar="A,B,…|FILE", help_behavior_hint="")] = None
     """The classes, declared public (default: read off the data, with a warning)."""
     class_names: Annotated[str | None, arg(metavar="0=A,1=B,…", help_behavior_hint="")] = None
@@ -52,8 +51,7 @@ class ReadingOptions:
     grayscale: Annotated[bool, arg(help_behavior_hint="")] = False
     """Convert colour images to grey."""
     record_id: Annotated[str | None, arg(metavar="COLUMN", help_behavior_hint="")] = None
-    """Column with the person of each image, to protect persons. Folder of images: prefix or folder. DICOM files say it
-    themselves; none: protect single images."""
+    """Column with each image's person, to protect persons. Folder: prefix or folder. DICOM: the patient, or none."""
     skip_unreadable: Annotated[bool, arg(help_behavior_hint="")] = False
     """Leave out files that cannot be read as images; the certificate says so, but not how many."""
 
@@ -114,14 +112,12 @@ class PriceOptions:
     """The neighbouring relation, and the accountant."""
 
     relation: Relation = "add-remove"
-    """Neighbouring data sets. add-remove: one record is present or absent. replace-one: one record of a list is
-    replaced."""
+    """Neighbouring data sets. add-remove: one record is present or absent. replace-one: one of a list is replaced."""
     accountant: Annotated[
         Literal["exact", "rdp", "rdp-improved", "pld", "prv", "moments"] | None,
         arg(metavar="{exact,rdp,rdp-improved,pld}", help_behavior_hint="(default: the method's)"),
     ] = None
-    """exact: the true cost of Gaussian noise. rdp: the paper's bound. rdp-improved: with a better conversion. pld: by
-    dp-accounting."""
+    """exact: true cost of Gaussian noise. rdp: the paper's bound. rdp-improved: a tighter one. pld: dp-accounting's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ LONG = 10.0  # seconds: what will take longer says how long
 
 
 class Ticking(Protocol):
-    """What `bar` yields: something that counts."""
+    """A counter, as `bar` yields it."""
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None: ...
 

@@ -1,11 +1,18 @@
 """What a person waits for before anything happens: `import datalens` and `datalens --help`."""
 
+import ast
+import itertools
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import datalens
+
+ROOT = Path(datalens.__file__).parent
 HEAVY = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "pyarrow", "PIL", "opacus", "opendp", "pandas", "rich")
 HELP = "import sys; sys.argv = ['datalens', '--help']; import runpy; runpy.run_module('datalens', run_name='__main__')"
 
@@ -56,6 +63,37 @@ def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixtur
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == "" and "usage: datalens COMMAND" in said.err
+
+
+def test_a_line_of_help_breaks_after_a_clause() -> None:
+    """The parser keeps the line breaks of an option's docstring."""
+    seen = 0
+    for path in (*(ROOT / "cli").glob("*.py"), *(ROOT / "methods").glob("*.py"), ROOT / "options.py"):
+        classes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef)]
+        for before, node in (pair for kind in classes for pair in itertools.pairwise(kind.body)):
+            if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr):
+                lines = str(ast.literal_eval(node.value)).splitlines()
+                assert all(line.endswith((".", ";", ":")) for line in lines[:-1]), f"{path.name}: {lines}"
+                seen += len(lines)
+    assert seen > 100
+
+
+def test_the_options_of_every_method_fit_on_a_screen() -> None:
+    """`train --help` has 49 lines in a terminal of 80 columns, and no method's option."""
+    environment = {**os.environ, "COLUMNS": "80"}
+    line = [sys.executable, "-m", "datalens", "train", "--help"]
+    shown = subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stdout
+    assert len(shown.splitlines()) < 50
+    assert "--epsilon" in shown and "--teachers" not in shown and "--coordinates" not in shown
+
+
+def test_methods_with_a_command_of_their_own_are_named_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from datalens.cli import main
+
+    for verb, method in itertools.product(("train", "plan"), ("sgd", "topagg")):
+        with pytest.raises(SystemExit) as ended:
+            main.main([verb, "--method", method, "--data", "digits", "--out", "x"][: 7 if verb == "train" else 5])
+        assert ended.value.code == 2 and f"--method {method} is" in capsys.readouterr().err
 
 
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:

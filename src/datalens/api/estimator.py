@@ -24,7 +24,7 @@ Path_ = str | Path
 
 
 class Certificate:
-    """What a release guarantees: all fields of certificate.json as attributes; `epsilon` and `delta` of its budget."""
+    """The guarantee of a release: all fields of certificate.json as attributes; `epsilon` and `delta` of its budget."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -302,7 +302,14 @@ class DataLens(BaseEstimator):
         shutil.copytree(source, target, dirs_exist_ok=True)
 
     def report(self, path: Path_) -> None:
-        """Write the report of the release, an HTML page for people that may be handed on."""
+        """Write the report of the release, an HTML page for people that may be handed on.
+
+        Args:
+            path: of the HTML file.
+
+        Raises:
+            DatalensError: there is no release yet, or the file exists and is not a page of ours.
+        """
         from datalens.pages import check_may_replace
         from datalens.released.report import page
 
@@ -312,6 +319,9 @@ class DataLens(BaseEstimator):
     @classmethod
     def load(cls, path: Path_) -> "DataLens":
         """Load a release that `save` or `datalens train` wrote, after verifying it.
+
+        Args:
+            path: the release folder.
 
         Raises:
             TamperedError: the release does not verify.

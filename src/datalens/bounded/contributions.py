@@ -136,9 +136,20 @@ def count_ballots(
 class Ranks(Protocol):
     """The processes that a sum is distributed over (see `run.ranks.World`)."""
 
-    def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]: ...
+    def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]:
+        """Return the data of every process, in the order of ranks, on every rank.
 
-    def add(self, tensor: Tensor) -> Tensor | None: ...
+        Args:
+            data: Bytes of this process.
+            width: Their length, if it is the same on all ranks.
+        """
+
+    def add(self, tensor: Tensor) -> Tensor | None:
+        """Return the sum of the tensors of all processes on rank 0, and None on others.
+
+        Args:
+            tensor: Of this process; the same shape and type on all ranks.
+        """
 
 
 def _facts(chunk: Contributions) -> tuple[object, ...]:

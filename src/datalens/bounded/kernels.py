@@ -160,7 +160,11 @@ def _weighed_sum(weights, rows, limits, out, N, D, CUT: tl.constexpr, BN: tl.con
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """Return the squared norms, [n] float64, of float32 rows [n, d]."""
+    """Return the squared norms, [n] float64, of float32 rows [n, d].
+
+    Args:
+        rows: On a GPU.
+    """
     n, d = rows.shape
     out = torch.zeros(n, dtype=torch.float64, device=rows.device)
     if rows.numel():
@@ -237,7 +241,12 @@ def top_k_sign(values: Tensor, keys: Tensor, again: Tensor, *, k: int, clip: flo
 
 
 def sum_votes(rows: Tensor, most: float) -> Tensor:
-    """Return the sum of the rows whose squares sum to at most `most`: int8 [n, …] → int32 […]."""
+    """Return the sum of the rows whose squares sum to at most `most`: int8 [n, …] → int32 […].
+
+    Args:
+        rows: Votes, on a GPU.
+        most: The largest sum of squares of a row that is counted.
+    """
     n, shape = len(rows), rows.shape[1:]
     flat = rows.reshape(n, -1)
     d = flat.shape[1]

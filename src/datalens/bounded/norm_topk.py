@@ -191,6 +191,9 @@ def kernels_agree(device: torch.device) -> bool:
     """Return whether the kernels compute the same norms and sums as torch on this GPU. The bounds depend on it.
 
     Checked once per device, on random rows. Where they disagree, torch is used instead.
+
+    Args:
+        device: A GPU.
     """
     from datalens.bounded import kernels
 
@@ -261,6 +264,10 @@ def how_many_fit(falling: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Return how many leading entries of each row have squares that sum to at most `most`: [n, m], [n] → [n].
 
     Sums of groups come first, and then one group is searched: numpy's cumsum is slow and holds the interpreter lock.
+
+    Args:
+        falling: [n, m] the sizes of entries, largest first.
+        most: [n] the limit on the sum of their squares.
     """
     (n, m), each = falling.shape, np.arange(len(falling))
     squares = np.empty((n, m // 64 + 1, 64))
@@ -277,6 +284,10 @@ def by_bisection(rows: Tensor, k: float) -> Tensor:
     """Return the limit of each row (see `find_limits`) by bisection: [n, d] → [n, 1].
 
     Non-negative floats are ordered like their bits, so 31 halvings find the limit exactly.
+
+    Args:
+        rows: [n, d].
+        k: Fraction of the squared norm to drop.
     """
     sizes = rows.abs().to(torch.float32)
     squares = sizes * sizes
@@ -325,7 +336,11 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 
 def squares_by_torch(rows: Tensor) -> Tensor:
-    """Return the squared norms of rows in torch, summed in float32 over 512 coordinates at a time: [n, d] → [n]."""
+    """Return the squared norms of rows in torch, summed in float32 over 512 coordinates at a time: [n, d] → [n].
+
+    Args:
+        rows: [n, d], of any floating-point type.
+    """
     whole = rows.shape[1] // 512 * 512
     parts, rest = rows[:, :whole].unflatten(1, (-1, 512)), rows[:, whole:]
     kind = torch.promote_types(rows.dtype, torch.float32)  # a half-precision norm would be wrong by a thousandth

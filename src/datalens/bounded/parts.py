@@ -33,6 +33,9 @@ class PartSum:
 def join(sums: Iterable[PartSum]) -> PartSum:
     """Return the sum of parts that have nothing in common.
 
+    Args:
+        sums: At least one; no part is in two of them.
+
     Raises:
         ValueError: there is none, they are not of one kind, a part is in two of them, or a sum is longer than its
             number of records allows.
@@ -95,7 +98,11 @@ def whole(joined: PartSum, *, like: BoundedSum, parts: int, records: int) -> Bou
 
 
 def check_length(one: PartSum) -> None:
-    """Raise ValueError if a sum is longer than the sum of its records' rows can be."""
+    """Raise ValueError if a sum is longer than the sum of its records' rows can be.
+
+    Args:
+        one: A sum, and the number of its records.
+    """
     length = float(torch.linalg.vector_norm(one.total.private_total.to(torch.float64)))
     if not length <= one.records * one.total.l2_bound * ROUNDING or not math.isfinite(length):
         raise ValueError("a part's sum is longer than the bound on its records' rows allows")

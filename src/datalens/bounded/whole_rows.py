@@ -71,6 +71,9 @@ class WholeSum:
         Args:
             gradients: [n, size], n at most `MOST_TOGETHER`.
             weights: [n] 1 for a record, 0 for a row that only fills up the chunk.
+
+        Raises:
+            ValueError: shapes or weights are not as stated.
         """
         if len(gradients) > MOST_TOGETHER:
             raise ValueError(f"at most {MOST_TOGETHER} rows are added together, not {len(gradients)}")
@@ -91,20 +94,31 @@ class WholeSum:
             self._total[start : start + part.shape[1]] += part.sum(dim=0)
 
     def _parts(self, gradients: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Where some columns begin, and a scaled copy of them in float32; each is written over the one before."""
+        """Yield where some columns begin, and a scaled copy of them in float32. Each copy overwrites the one before."""
         for start in range(0, gradients.shape[1], COLUMNS):
             columns = gradients[:, start : start + COLUMNS]
             part = self._work[: len(columns), : columns.shape[1]].copy_(columns)
             yield start, part if self._rows.scale is None else part.mul_(self._rows.scale[start : start + COLUMNS])
 
     def join(self, other: "WholeSum") -> None:
-        """Add another thread's sum, of other records."""
+        """Add another thread's sum, of other records.
+
+        Args:
+            other: A sum of rows of the same `WholeRows`.
+
+        Raises:
+            ValueError: its gradients become rows in another way.
+        """
         if other._rows is not self._rows:
             raise ValueError("sums of one release must agree on how gradients become rows")
         self._total += other._total
 
     def bounded(self, *, unit: Literal["record", "person"] = "record") -> BoundedSum:
-        """Return the sum for the gate, as whole numbers."""
+        """Return the sum for the gate, as whole numbers.
+
+        Args:
+            unit: The privacy unit whose row each record has.
+        """
         return BoundedSum(
             private_total=self._total.to(torch.int64).unsqueeze(0),
             l2_bound=self._rows.l2_bound,

@@ -14,8 +14,8 @@ class Account:
     """Compute the cost of TopAgg queries; or, with --epsilon, solve for one of --k, --sigma and --queries."""
 
     k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of coordinates that a teacher votes on: the squared norm of its row. (For --compress sketch give rows·k,
-    for klevel (levels − 1)²·d′, where d′ is the number of coordinates padded to a power of two.)"""
+    """Number of coordinates that a teacher votes on: the squared norm of its row. For --compress sketch: rows·k.
+    For klevel: (levels − 1)²·d′, where d′ is the number of coordinates padded to a power of two."""
     sigma: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Standard deviation of the noise on every vote sum."""
     queries: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None

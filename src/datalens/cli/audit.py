@@ -72,8 +72,7 @@ class AuditEndToEnd:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate.audits import end_to_end
-        from datalens.evaluate.audits import mechanism as mechanism
+        from datalens.evaluate.audits import end_to_end, mechanism
 
         result = end_to_end.end_to_end_report(
             end_to_end.Question(
@@ -101,8 +100,7 @@ class AuditMoments:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate.audits import mechanism as mechanism
-        from datalens.evaluate.audits import moments
+        from datalens.evaluate.audits import mechanism, moments
 
         question = moments.Question(epsilon=self.epsilon, delta=self.delta, trials=self.trials)
         laws = mechanism.laws() if self.noise == "all" else (self.noise,)
@@ -121,8 +119,7 @@ class AuditMethods:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.evaluate.audits import mechanism as mechanism
-        from datalens.evaluate.audits import methods
+        from datalens.evaluate.audits import mechanism, methods
 
         question = methods.Question(epsilon=self.epsilon, delta=self.delta, trials=self.trials)
         result = methods.report(question)
@@ -150,7 +147,7 @@ class AuditAttacks:
 
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
-    data: str
+    data: Annotated[str, arg(metavar="NAME|PATH")]
     """The real data set that it was made from; its test split is used as held-out data."""
     data_folder: DataFolder = None
     """Folder of a named data set that cannot be downloaded."""

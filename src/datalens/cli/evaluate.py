@@ -22,7 +22,7 @@ class Evaluate:
 
     synthetic: Positional[Path]
     """A run or release folder, or a file written by `datalens sample`."""
-    data: str
+    data: Annotated[str, arg(metavar="NAME|PATH")]
     """The real data set to test on: its test images or, in a file of their own, all of them."""
     real_train: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
     """Real images to train the classifier on for comparison, where --data holds test images only."""
@@ -46,15 +46,15 @@ class Evaluate:
     sizes: tuple[int, ...] = ()
     """Measure accuracy with these numbers of synthetic images, such as 1000 10000 100000; default: with all."""
     classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "all"], ...] = ("paper",)
-    """paper: of the paper's size. augmented: with batch norm, trained on slightly shifted and noisy images. authors: as
-    in their code, whose figure is the best epoch on test data: only to compare with the paper."""
+    """paper: of the paper's size. augmented: with batch norm, trained on slightly shifted and noisy images.
+    authors: as in their code, which reports the best epoch on test data: only to compare with the paper."""
     protocol: Literal["ours", "dpimagebench"] = "ours"
     """dpimagebench: accuracy by DPImageBench's protocol instead (three large networks: on a GPU)."""
     small: bool = False
     """dpimagebench: our small network in place of its three; not comparable with its tables."""
     features: Literal["own", "inception", "pixels"] = "own"
-    """Features for fid and faithfulness. own: of a classifier trained on the data set. inception: of Inception-v3
-    (`datalens data get inception`)."""
+    """Features for fid and faithfulness. own: of a classifier trained on the data set.
+    inception: of Inception-v3 (`datalens data get inception`)."""
     splits: int = 10
     """Number of splits for the Inception Score."""
     real: int = 60_000
@@ -66,8 +66,8 @@ class Evaluate:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     publish: bool = False
-    """Release an accuracy that may be published: answers on held-out records, with noise, into the release. It costs
-    the held-out records --epsilon. Nothing else is measured."""
+    """Release an accuracy that may be published: the classifier's answers on held-out records, with noise.
+    It costs the held-out records --epsilon. Nothing else is measured."""
     epsilon: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """With --publish: what it may cost a held-out record. 0.1 is little."""
     delta: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: the run's)")] = None

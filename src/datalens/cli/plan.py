@@ -8,7 +8,6 @@ from datalens.cli.output import show
 from datalens.cli.train import asked
 from datalens.errors import DatalensError
 from datalens.options import BudgetOptions, DataOptions, Json, MethodOptions, PriceOptions
-from datalens.progress import duration
 
 if TYPE_CHECKING:
     from datalens.public.theorem6 import Suggestion
@@ -33,6 +32,7 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         from datalens.plans.guidance import read_off_warnings, warnings, worth
         from datalens.plans.registry import make_plan
         from datalens.privacy.ledger import json_number
+        from datalens.progress import duration
 
         if self.data is None:
             raise DatalensError("name the data: --data mnist, for example; `datalens data list` shows what there is")

@@ -24,14 +24,14 @@ class Reproduce:
     full: bool = False
     """Run at the paper's sizes, with all seeds; this needs a GPU."""
     data_folder: DataFolder = None
-    """Folder of CelebA or Places365, or with folders celeba, places365 and scenes in it. Without it, their rows are not
-    run."""
+    """Folder of CelebA or Places365, or with folders celeba, places365 and scenes in it.
+    Without it, their rows are not run."""
     cells: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
-    """Run only cells whose names match, such as 'mnist-eps1-*' (tables 8-11: 'mnist-eps0.3-norm0.6'); of the others,
-    finished ones are shown."""
+    """Run only cells whose names match, such as 'mnist-eps1-*' (tables 8-11: 'mnist-eps0.3-norm0.6').
+    Of the others, finished ones are shown."""
     from_: Annotated[Path | None, arg(name="from", metavar="FOLDER", help_behavior_hint="")] = None
-    """Run nothing, and make the table from the cells in FOLDER/NAME.jsonl (for table 3: table12; for tables 8-11 and
-    figure3: dpsgd), such as those in docs/results."""
+    """Run nothing, and make the table from the cells in FOLDER/NAME.jsonl, such as those in docs/results.
+    (Table 3 has those of table12; tables 8-11 and figure3 have those of dpsgd.)"""
     stale: bool = False
     """Run kept cells again that older code made; otherwise they are shown, and marked."""
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10)")] = None

@@ -126,6 +126,9 @@ def command_for(verb: str, words: list[str], base: type) -> tuple[type, str]:
         return naming_methods(base), ""
     more = (RareOptions, PriceOptions) if verb == "train" else ()
     shared = with_options(base, NoOptions, *more)
+    name = _value(words, "--method") or ""
+    if name in IS and verb != "sgd":
+        raise DatalensError(f"--method {name} is {IS[name]}")
     if not given_in(words) - {field.name for field in dataclasses.fields(shared)} - {"help"} and "--help" not in words:
         return shared, ""
     from datalens.plans.registry import method_named
@@ -133,8 +136,6 @@ def command_for(verb: str, words: list[str], base: type) -> tuple[type, str]:
     if verb == "sgd":
         return with_options(base, method_named("sgd").options), "sgd"
     method = _value(words, "--method") or _begun(words) or "datalens"
-    if method in ("topagg", "sgd"):
-        raise DatalensError(f"--method {method} is {IS[method]}")
     name = _ours(words) if method == "datalens" else method
     return with_options(base, method_named(name).options, *more), name
 

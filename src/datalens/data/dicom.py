@@ -91,7 +91,7 @@ def is_dicom(path: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What `datalens inspect` counts. For the owner only."""
+    """Counts for `datalens inspect`. For the owner only."""
 
     study: str
     series: str

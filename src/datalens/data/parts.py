@@ -15,7 +15,7 @@ from datalens.data.schema import Schema
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where one part of the records lies, and how it is read. `formats.open_part` opens it.
+    """One part of the records: its place, and how it is read. `formats.open_part` opens it.
 
     Attributes:
         number: parts are numbered from 0 on.

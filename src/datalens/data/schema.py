@@ -80,6 +80,9 @@ class Schema:
     def from_dict(cls, fields: dict[str, Any]) -> "Schema":
         """Return a schema from JSON, which anybody may have edited.
 
+        Args:
+            fields: the JSON.
+
         Raises:
             ValueError: a field has a value that it cannot have.
             TypeError: a field is missing or unknown, or of another type.

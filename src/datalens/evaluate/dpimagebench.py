@@ -167,7 +167,7 @@ SMALL: dict[str, Callable[..., nn.Module]] = {"resnet": SmallResNet}
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What one network reached; accuracies on the real test images."""
+    """The result of one network. Accuracies are on the real test images."""
 
     network: str
     last: float

@@ -398,7 +398,7 @@ def _table_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _schema(path: Path, listed: Found | OnDisk, reading: Reading, found: dict[str, Any]) -> Schema:
-    """As it would be declared, by the commonest size if none was said; so that a broken first file stops nothing."""
+    """Return the schema to judge by, with the commonest size unless one was given: the first file may be broken."""
     if not found["sizes"]:
         raise DatalensError(f"{path} holds no readable image")
     height, width = next(iter(found["sizes"])).split("x")

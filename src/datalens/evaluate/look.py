@@ -1,4 +1,4 @@
-"""What `datalens evaluate` looks at, and how long that takes: real images of either split, matched by class."""
+"""The real images for `datalens evaluate`, matched by class, and an estimate of how long it takes."""
 
 import dataclasses
 from collections.abc import Callable

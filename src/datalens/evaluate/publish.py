@@ -46,7 +46,7 @@ USEFUL = 0.05  # half the width of an interval: with more it says little
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the owner asks for.
+    """The request of the owner.
 
     Attributes:
         epsilon, delta: what the table may cost each held-out record.

@@ -24,7 +24,7 @@ Losses = Callable[[nn.Module], Tensor]  # a network → the loss of every exampl
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Where a layer's numbers are in a row."""
+    """The place of a layer's numbers in a row."""
 
     name: str
     start: int  # of its weights

@@ -25,8 +25,7 @@ class TeacherOptions:
     teachers: WholeNumber = None
     """Number of teachers, each trained on its own share of the records."""
     network: Annotated[Literal["spectral", "compact", "paper"] | None, CHOICE] = None
-    """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
-    the paper's size."""
+    """The teachers' network. spectral: on cosine coefficients. compact: small and convolutional. paper: of its size."""
     steps: WholeNumber = None
     """Steps of the student. In each, the teachers vote on one batch of synthetic images."""
     batch: WholeNumber = None

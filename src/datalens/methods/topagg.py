@@ -87,8 +87,8 @@ class Options(TeacherOptions):
     warm_start: Annotated[Literal["moments", "off"] | None, arg(help_behavior_hint="")] = None
     """off: teachers vote (TopAgg). moments: images from private moments, without teachers."""
     network: Annotated[NetworkName | None, CHOICE] = None  # type: ignore[assignment]
-    """The teachers' network. spectral: on cosine coefficients. compact: a small convolutional network. paper: one of
-    the paper's size. printed: exactly the paper's, whose votes hardly depend on the label."""
+    """The teachers' network. spectral: on cosine coefficients. compact: small and convolutional.
+    paper: of the paper's size. printed: exactly the paper's, whose votes hardly depend on the label."""
     basis: Annotated[Literal["pixel", "dct", "random"] | None, CHOICE] = None  # type: ignore[assignment]
     """Coordinates in which teachers vote. dct: low-frequency cosines. random: random directions of the pixels."""
     k: WholeNumber = None
@@ -114,8 +114,8 @@ class Options(TeacherOptions):
     decode: Annotated[Literal["threshold", "sign", "linear"] | None, CHOICE] = None
     """threshold: Algorithm 3. sign: no threshold. linear: the mean vote."""
     compress: Annotated[CompressName | str | None, CHOICE] = None
-    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD. Or
-    the name of another package's compressor (docs/extending.md)."""
+    """topk-sign: Algorithm 2. sign: without top-k. topk: without quantisation. klevel: D²P-Fed. sketch: FetchSGD.
+    Or the name of another package's compressor (docs/extending.md)."""
     levels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")] = None
     """klevel: number of levels that a coordinate is rounded to, 2 to 128."""
     sketch_rows: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 5)")] = None
@@ -325,8 +325,10 @@ class TopAggSettings(Settings):
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
         part = 2 * self.sigma / self.teachers
-        more = "" if part <= 4 else ": far more than there are, so expect noise"
-        return [f"a vote exceeds two standard deviations of the noise where {part:.0%} of the teachers agree{more}"]
+        if part > 1:
+            so = ": expect noise" if part > 4 else ""
+            return [f"even a unanimous vote is only {2 / part:.2g} standard deviations of the noise{so}"]
+        return [f"a vote exceeds two standard deviations of the noise where {part:.0%} of the teachers agree"]
 
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
         if self.decode != "threshold" or self.beta <= 1:

@@ -121,6 +121,9 @@ class Settings:
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Return settings from JSON, which anybody may have edited.
 
+        Args:
+            fields: the JSON.
+
         Raises:
             DatalensError: a field is missing or unknown, or has a value that it cannot have.
         """
@@ -130,7 +133,7 @@ class Settings:
 
     @property
     def origin(self) -> NoiseOrigin:
-        """Where the noise comes from, as events state it."""
+        """The origin of the noise, as events state it."""
         return "seeded" if self.noise_seeded else "operating-system"
 
     @property
@@ -149,14 +152,34 @@ class Settings:
         return self.steps
 
     def check(self, schema: Schema) -> None:
-        """Raise DatalensError if the settings are invalid. Called on --resume too: config.json may have been edited."""
+        """Raise if the settings are invalid. Called on --resume too: config.json may have been edited.
+
+        Args:
+            schema: of the data.
+
+        Raises:
+            DatalensError: no run can be done with these settings.
+        """
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
-        """Return everything that a run will charge."""
+        """Return everything that a run will charge.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+
+        Raises:
+            NotImplementedError: the subclass does not say.
+        """
         raise NotImplementedError
 
     def costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
-        """Return a line for each part of the schedule (see `cost`). Its share of the budget is its share of mu²."""
+        """Return a line for each part of the schedule (see `cost`). Its share of the budget is its share of mu².
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+        """
         parts = self.schedule(schema, budget)
         mu_squared = [part.times * part.event.mu * part.event.mu for part in parts]
         total = sum(mu_squared)
@@ -176,23 +199,42 @@ class Settings:
         """Return the largest number of steps that these charges can have paid for.
 
         A step that an interruption lost is charged again under its own number, so every number counts once.
+
+        Args:
+            events: the ledger's charges.
         """
         if self.one_charge:
             return self.steps if events else 0
         return unbroken({event.step for event in events})
 
     def answers_paid(self, events: Sequence[Charge]) -> int:
-        """Return the largest number of answers that these charges can have paid for; 0 if answers are not charged."""
+        """Return the largest number of answers that these charges can have paid for; 0 if answers are not charged.
+
+        Args:
+            events: the ledger's charges.
+        """
         return 0
 
     # --- for `verify`
 
     def possible(self, event: Charge, schema: Schema, budget: Budget) -> bool:
-        """Return whether a run with these settings may charge this event."""
+        """Return whether a run with these settings may charge this event.
+
+        Args:
+            event: a charge of the ledger.
+            schema: of the data.
+            budget: of the run.
+        """
         return dataclasses.replace(event, step=0) in [part.event for part in self.schedule(schema, budget)]
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        """Compare a ledger with these settings, and return what contradicts them, a sentence each."""
+        """Compare a ledger with these settings, and return what contradicts them, a sentence each.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+            events: of the ledger, in their order.
+        """
         self.check(schema)
         charges = known(events)
         if not all(self.possible(event, schema, budget) for event in charges):
@@ -229,22 +271,41 @@ class Settings:
         """Return everything that a run may charge: pairs (event, times). `verify` checks that it fits into the budget.
 
         Args:
+            schema: of the data.
+            budget: of the run.
             charged: the ledger's charges, already compared with these settings.
         """
         return [(part.event, part.times) for part in self.schedule(schema, budget)]
 
     def wrong_weights(self, model: Any, events: Sequence[Charge]) -> list[str]:
-        """Compare released weights with these settings, and return what contradicts them. (Their kind was checked.)"""
+        """Compare released weights with these settings, and return what contradicts them. (Their kind was checked.)
+
+        Args:
+            model: the loaded weights.
+            events: the ledger's charges.
+        """
         return []
 
     # --- texts
 
     def mechanism_said(self, budget: Budget) -> dict[str, str]:
-        """Return the certificate's texts `name` and `sensitivity` of the mechanism."""
+        """Return the certificate's texts `name` and `sensitivity` of the mechanism.
+
+        Args:
+            budget: of the run.
+
+        Raises:
+            NotImplementedError: the subclass does not say.
+        """
         raise NotImplementedError
 
     def mechanism_for(self, budget: Budget, *, by_person: bool) -> dict[str, str]:
-        """Return the same texts; with `by_person`, for persons as privacy units."""
+        """Return the texts of `mechanism_said`; with `by_person`, for persons as privacy units.
+
+        Args:
+            budget: of the run.
+            by_person: whether the privacy unit is a person.
+        """
         said = self.mechanism_said(budget)
         return {name: text.replace("one record", "one person") if by_person else text for name, text in said.items()}
 
@@ -261,7 +322,12 @@ class Settings:
         return f"{self.steps} steps"
 
     def opening(self, schema: Schema, budget: Budget) -> str:
-        """Return the first line of a run, to which the driver adds the budget."""
+        """Return the first line of a run, to which the driver adds the budget.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+        """
         return f"{self.method} [{self.preset}] on {schema.name}: {self.said()}"
 
     def planned_as(self) -> str:
@@ -284,11 +350,20 @@ class Settings:
         return "sigma / the largest norm of a row"
 
     def release_name(self, event: Charge) -> str | None:
-        """Return the report's name for a release; None: the name of its kind."""
+        """Return the report's name for a release; None: the name of its kind.
+
+        Args:
+            event: the charge for it.
+        """
         return None
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
-        """Return sentences about the images that this budget will give, as far as that can be predicted."""
+        """Return sentences about the images that this budget will give, as far as that can be predicted.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+        """
         return []
 
     def outlook(self, schema: Schema, budget: Budget, counts: Sequence[float]) -> "list[Outlook]":
@@ -296,15 +371,30 @@ class Settings:
 
         It is computed from its arguments alone. From released counts the result may be released; from exact ones it is
         for the owner.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+            counts: number of records of each class.
         """
         return []
 
     def warnings(self, schema: Schema, budget: Budget) -> list[str]:
-        """Return warnings about these settings, for the owner to read before a run."""
+        """Return warnings about these settings, for the owner to read before a run.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+        """
         return []
 
     def refusal(self, schema: Schema, budget: Budget) -> str | None:
-        """Return why a run cannot succeed, even if all records were of one class; None if it may."""
+        """Return why a run cannot succeed, even if all records were of one class; None if it may.
+
+        Args:
+            schema: of the data.
+            budget: of the run.
+        """
         return None
 
     def suggestion(self) -> "Suggestion | None":
@@ -312,17 +402,25 @@ class Settings:
         return None
 
     def seconds(self, schema: Schema) -> float | None:
-        """Return an estimate of how long training takes on this machine's CPU, if there is one."""
+        """Return an estimate of how long training takes on this machine's CPU, if there is one.
+
+        Args:
+            schema: of the data.
+        """
         return None
 
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Return the facts that `--json` prints about runs of this method, besides those about all runs."""
+        """Return the facts that `--json` prints about runs of this method, besides those about all runs.
+
+        Args:
+            events: the ledger's charges.
+        """
         return {"warm_start": "off", "sigma": getattr(self, "sigma", None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """How usable the images of a class are.
+    """A judgement of how usable the images of a class are.
 
     Attributes:
         usable: whether the class is learned well enough for its images to be of use.
@@ -355,7 +453,7 @@ class StepSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run takes place. None of this changes a result.
+    """The place of a run. None of this changes a result.
 
     Attributes:
         folder: of the run.
@@ -379,18 +477,15 @@ class Place:
 
 
 class Gathered(Protocol):
-    """The part of the records that a method keeps for training; private.
-
-    Attributes:
-        count: number of records.
-        fingerprint: a hash of all records; those of several ranks add up to that of the whole data set.
-    """
+    """The part of the records that a method keeps for training; private."""
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """Number of records."""
 
     @property
-    def fingerprint(self) -> int: ...
+    def fingerprint(self) -> int:
+        """Hash of all records; those of several ranks add up to that of the whole data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,7 +564,11 @@ def read_options(kind: type[Own], given: Mapping[str, Any]) -> Own:
 
 
 def common(request: Request) -> dict[str, Any]:
-    """Return the settings that every method has, from the request."""
+    """Return the settings that every method has, from the request.
+
+    Args:
+        request: the plan's.
+    """
     return {
         "method": request.method,
         "preset": request.preset,
@@ -480,6 +579,10 @@ def common(request: Request) -> dict[str, Any]:
 
 def asked(options: Any, *names: str) -> dict[str, Any]:
     """Return those of the named options that were given.
+
+    Args:
+        options: the method's own.
+        names: of the options.
 
     Raises:
         DatalensError: a whole number is less than 1, or a number is negative or not finite.
@@ -493,13 +596,27 @@ def asked(options: Any, *names: str) -> dict[str, Any]:
 
 
 def check_seed(seed: int) -> None:
-    """Raise if a certificate with this seed could not be read again."""
+    """Raise if a certificate with this seed could not be read again.
+
+    Args:
+        seed: of training.
+
+    Raises:
+        DatalensError: it has too many digits.
+    """
     if not -MOST_SEED <= seed < MOST_SEED:
         raise DatalensError("--seed has too many digits: give a whole number from -2^62 to 2^62")
 
 
 def check_exact_noise(request: Request) -> None:
-    """Raise if exact noise is requested and not available."""
+    """Raise if exact noise is requested and not available.
+
+    Args:
+        request: its options have a field `noise`.
+
+    Raises:
+        DatalensError: the noise would have a seed, or OpenDP is not installed.
+    """
     if request.options.noise == "discrete-gaussian" and request.noise_seed is not None:
         raise DatalensError("--noise-seed is for --noise gaussian: OpenDP's noise has no seed")
     if request.options.noise == "discrete-gaussian" and not opendp_installed():
@@ -507,12 +624,24 @@ def check_exact_noise(request: Request) -> None:
 
 
 def can_be_exact(request: Request) -> bool:
-    """Return whether exact noise is available: it comes from OpenDP, and cannot be seeded."""
+    """Return whether exact noise is available: it comes from OpenDP, and cannot be seeded.
+
+    Args:
+        request: the plan's.
+    """
     return request.noise_seed is None and opendp_installed()
 
 
 def whole_number_law(request: Request, budget: Budget) -> NoiseName:
-    """Return the kind of noise for sums of whole numbers: the requested one, else exact noise if it is available."""
+    """Return the kind of noise for sums of whole numbers: the requested one, else exact noise if it is available.
+
+    Args:
+        request: its options have a field `noise`.
+        budget: of the run.
+
+    Raises:
+        DatalensError: exact noise is requested and not available.
+    """
     check_exact_noise(request)
     if math.isinf(budget.epsilon):
         return "gaussian"  # of width 0
@@ -524,6 +653,7 @@ def law_said(settings: Settings, *, real: bool = False) -> str:
     """Return a description of the noise; and why it is not exact, if it could be.
 
     Args:
+        settings: of the run.
         real: whether sums are real numbers, for which there is no exact noise.
     """
     if settings.noise == "discrete-gaussian":
@@ -537,6 +667,7 @@ def gaussian_event(law: str, facts: dict[str, Any]) -> GaussianEvent:
     """Return the event of one release with noise of this kind.
 
     Args:
+        law: the kind of noise.
         facts: fields of the event. `coordinates` among them is used for exact noise only.
     """
     if law == "discrete-gaussian":
@@ -569,7 +700,11 @@ def cost(name: str, part: float, sigma: float, sensitivity: float, cells: int, r
 
 
 def known(events: Sequence[Event]) -> list[Charge]:
-    """Return the events that this version can price."""
+    """Return the events that this version can price.
+
+    Args:
+        events: of a ledger.
+    """
     return [event for event in events if not isinstance(event, UnknownEvent)]
 
 
@@ -579,7 +714,11 @@ def _times(charges: Sequence[Charge]) -> int:
 
 
 def unbroken(numbers: set[int]) -> int:
-    """Return the smallest whole number from 0 on that is not among these."""
+    """Return the smallest whole number from 0 on that is not among these.
+
+    Args:
+        numbers: whole numbers from 0 on.
+    """
     return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
@@ -587,13 +726,21 @@ def gaps(steps: set[int], planned: int) -> list[str]:
     """Return a list with one problem, unless the charged steps are 0, 1, 2, … and at most as many as planned.
 
     A step that an interruption lost is charged again under the same number.
+
+    Args:
+        steps: the charged steps.
+        planned: number of steps of the whole run.
     """
     complete = unbroken(steps) == len(steps) <= planned
     return [] if complete else ["the ledger has gaps, or more steps than the settings state"]
 
 
 def gaps_of_blocks(events: Sequence[SubsampledGaussianEvent]) -> list[str]:
-    """Return a list with one problem, unless every block of sampled steps begins where the one before it ended."""
+    """Return a list with one problem, unless every block of sampled steps begins where the one before it ended.
+
+    Args:
+        events: one for each block, in their order.
+    """
     steps = [event.step for event in events]
     begins = [sum(event.repeats for event in events[:number]) for number in range(len(events))]
     return [] if steps == begins else ["the ledger has gaps: a block of steps does not begin where the last one ended"]
@@ -606,6 +753,8 @@ def checked(cls: type[Any], fields: dict[str, Any], *, zero: tuple[str, ...] = (
     """Return settings of class `cls` from JSON, which anybody may have edited.
 
     Args:
+        cls: a subclass of `Settings`.
+        fields: the JSON.
         zero: fields of whole numbers that may be 0.
 
     Raises:

@@ -97,17 +97,30 @@ class Accountant:
     def mu_squared(self, events: Iterable[Event]) -> float:
         """Return Σ mu² of Gaussian events. A discrete one counts as the Gaussian that it is post-processing of.
 
+        Args:
+            events: Gaussian events.
+
         Raises:
             UnpriceableEvent: an event is not Gaussian.
         """
         return total([event.mu * event.mu for event in map(self._gaussian, events)])  # overflows to inf
 
     def epsilon(self, events: Iterable[Event], delta: float) -> float:
-        """Return the ε of all events together at this δ. `price` has the details."""
+        """Return the ε of all events together at this δ. `price` has the details.
+
+        Args:
+            events: The events.
+            delta: δ at which ε is computed.
+        """
         return self.price([(event, 1) for event in events], delta)
 
     def epsilon_at(self, mu_squared: float, delta: float) -> float:
-        """Return the ε of Gaussian mechanisms whose mu² add up to `mu_squared`."""
+        """Return the ε of Gaussian mechanisms whose mu² add up to `mu_squared`.
+
+        Args:
+            mu_squared: Sum of the squared mu of all releases.
+            delta: δ at which ε is computed.
+        """
         return _CURVES[self.name](mu_squared, delta)
 
     def price(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
@@ -151,7 +164,12 @@ class Accountant:
         return self.tolerance_of([(event, 1) for event in events], delta)
 
     def tolerance_of(self, counted: Sequence[tuple[Event, int]], delta: float) -> float:
-        """Return the `tolerance` for (event, multiplicity)."""
+        """Return the `tolerance` for (event, multiplicity).
+
+        Args:
+            counted: (event, multiplicity).
+            delta: δ at which ε is computed.
+        """
         epsilon, counted = self.price(counted, delta), [_spread_out(event, count) for event, count in counted]
         if math.isinf(epsilon):
             return 0.0  # infinity is the same in every version
@@ -284,7 +302,12 @@ class Accountant:
         return known
 
     def mu_budget(self, epsilon: float, delta: float) -> float:
-        """Return the largest mu of Gaussian releases that costs at most ε at this δ."""
+        """Return the largest mu of Gaussian releases that costs at most ε at this δ.
+
+        Args:
+            epsilon: The budget; may be infinite.
+            delta: δ at which ε is computed.
+        """
         if math.isinf(epsilon):
             return math.inf
         if self.name == "pld":  # slow to evaluate, and never more than a little above the exact curve

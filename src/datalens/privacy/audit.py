@@ -67,12 +67,24 @@ class Weakened:
 
 
 def rate_upper(count: int, trials: int, level: float) -> float:
-    """Return a Clopper-Pearson upper bound: it is at least the true rate with probability 1 − level."""
+    """Return a Clopper-Pearson upper bound: it is at least the true rate with probability 1 − level.
+
+    Args:
+        count: How often it happened.
+        trials: Number of trials.
+        level: Probability that the bound is wrong.
+    """
     return 1.0 if count == trials else float(beta.ppf(1 - level, count + 1, trials - count))
 
 
 def rate_lower(count: int, trials: int, level: float) -> float:
-    """Return a Clopper-Pearson lower bound: it is at most the true rate with probability 1 − level."""
+    """Return a Clopper-Pearson lower bound: it is at most the true rate with probability 1 − level.
+
+    Args:
+        count: How often it happened.
+        trials: Number of trials.
+        level: Probability that the bound is wrong.
+    """
     return 0.0 if count == 0 else float(beta.ppf(level, count, trials - count + 1))
 
 
@@ -91,6 +103,9 @@ class Errors:
         The false negative rate of any test on a μ-GDP release is at least Φ(Φ⁻¹(1 − FPR) − μ), so
         μ ≥ −Φ⁻¹(FPR) − Φ⁻¹(FNR) (Dong et al.). Both rates are taken at their upper confidence bounds, each at half the
         level.
+
+        Args:
+            level: Probability that the bound is wrong.
         """
         false_alarm = rate_upper(self.false_alarms, self.without, level / 2)
         miss = rate_upper(self.misses, self.with_it, level / 2)
@@ -103,6 +118,9 @@ class Errors:
         of the two worlds differ, the count of errors varies less than a binomial one (Hoeffding 1956), so the level
         holds.
 
+        Args:
+            level: Probability that the bound is wrong.
+
         Raises:
             ValueError: the worlds had different numbers of trials.
         """
@@ -112,7 +130,12 @@ class Errors:
         return max(0.0, float(-2 * norm.ppf(rate)))
 
     def epsilon(self, delta: float, level: float) -> float:
-        """Return a lower bound on ε at δ: that of a Gaussian mechanism with the lower bound on μ."""
+        """Return a lower bound on ε at δ: that of a Gaussian mechanism with the lower bound on μ.
+
+        Args:
+            delta: δ at which ε is computed.
+            level: Probability that the bound is wrong.
+        """
         return exact_epsilon(self.mu(level) ** 2, delta)
 
 
@@ -199,7 +222,12 @@ class Neighbours:
     believed: float = 2.0
 
     def votes(self, *, flipped: bool, trials: int = 1) -> BoundedSum:
-        """Return the sum of `trials` concatenated copies of the votes: one release of it equals `trials` releases."""
+        """Return the sum of `trials` concatenated copies of the votes: one release of it equals `trials` releases.
+
+        Args:
+            flipped: Whether the first teacher's signs are flipped.
+            trials: Number of copies.
+        """
         rows = torch.stack([-self.direction if flipped else self.direction, *self._others()])
         bound = math.sqrt(self.k * self.images * trials)
         return sum_bounded(
@@ -245,14 +273,26 @@ class Subject:
     releases: int = 1
 
     def claimed(self, delta: float, relation: Relation, accountant: AccountantName) -> float:
-        """Return the ε that a ledger states for all releases of one trial."""
+        """Return the ε that a ledger states for all releases of one trial.
+
+        Args:
+            delta: δ at which ε is computed.
+            relation: Of the ledger.
+            accountant: Of the ledger.
+        """
         ledger = Ledger.in_memory(_unlimited(delta, relation, accountant))
         for step in range(self.releases):
             self.charged.release(self.charged_votes.votes(flipped=False), ledger, step=step)
         return ledger.spent()
 
     def statistics(self, *, flipped: bool, trials: int, relation: Relation) -> np.ndarray:
-        """Return ⟨release, flip direction⟩, summed over the releases of each trial: [trials]."""
+        """Return ⟨release, flip direction⟩, summed over the releases of each trial: [trials].
+
+        Args:
+            flipped: Whether the first teacher's signs are flipped.
+            trials: Number of trials.
+            relation: Of the ledger that is charged.
+        """
         votes = self.votes.votes(flipped=flipped, trials=trials)
         direction = self.votes.direction.flatten().numpy().astype(np.float64)
         total = np.zeros(trials)
@@ -296,7 +336,11 @@ class Plan:
             raise DatalensError(f"epsilon must be above 0, not {self.epsilon:g}")
 
     def sigma(self, sensitivity: float) -> float:
-        """Return the σ at which the releases of one trial cost the plan's ε, for this sensitivity."""
+        """Return the σ at which the releases of one trial cost the plan's ε, for this sensitivity.
+
+        Args:
+            sensitivity: The largest distance between two neighbouring sums.
+        """
         return calibrate_sigma(
             sensitivity=sensitivity,
             steps=self.releases,
@@ -375,11 +419,19 @@ class Finding:
         return self.verdict_bound > self.claimed
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the finding as JSON."""
         return {**asdict(self), "broken": self.broken}
 
 
 def finding(name: str, errors: Errors, *, claimed: float, delta: float) -> Finding:
-    """Return the finding that these errors give about a claimed ε at δ."""
+    """Return the finding that these errors give about a claimed ε at δ.
+
+    Args:
+        name: Of what was audited.
+        errors: Of the test.
+        claimed: The claimed ε.
+        delta: δ of the claim.
+    """
     return Finding(
         name=name,
         claimed=claimed,

@@ -69,6 +69,11 @@ def log_outcomes(votes: np.ndarray, *, threshold: float, sigma: float) -> np.nda
     | 1 | Φ((f_j − βN)/σ) | the same |
     | −1 | Φ((−βN − f_j)/σ) | Φ((βN − f_j)/σ) |
     | 0 | Φ((βN − f_j)/σ) − Φ((−βN − f_j)/σ) | erf((βN − f_j)/(√2·σ)), right at f_j = 0 only |
+
+    Args:
+        votes: [..., d] sums of votes.
+        threshold: βN.
+        sigma: Standard deviation of the noise.
     """
     # The middle term is the same for f and −f, and with |f| both ends are computed as thin tails.
     size = np.abs(np.asarray(votes, dtype=np.float64))
@@ -85,19 +90,36 @@ def log_outcomes(votes: np.ndarray, *, threshold: float, sigma: float) -> np.nda
 
 
 def likely_outcome(votes: np.ndarray, *, threshold: float, sigma: float) -> np.ndarray:
-    """Return the most likely ḡ* in {−1, 0, 1}^d: the most likely value of each coordinate, as they are independent."""
+    """Return the most likely ḡ* in {−1, 0, 1}^d: the most likely value of each coordinate, as they are independent.
+
+    Args:
+        votes: [..., d] sums of votes.
+        threshold: βN.
+        sigma: Standard deviation of the noise.
+    """
     return (log_outcomes(votes, threshold=threshold, sigma=sigma).argmax(axis=-1) - 1).astype(np.int8)
 
 
 def log_agreement(votes: np.ndarray, outcome: np.ndarray, *, threshold: float, sigma: float) -> np.ndarray:
-    """Return log Pr[M = ḡ*] by Theorem 5, with its factors corrected. A product of 12,288 factors would underflow."""
+    """Return log Pr[M = ḡ*] by Theorem 5, with its factors corrected. A product of 12,288 factors would underflow.
+
+    Args:
+        votes: [..., d] sums of votes.
+        outcome: ḡ*: [..., d].
+        threshold: βN.
+        sigma: Standard deviation of the noise.
+    """
     logs = log_outcomes(votes, threshold=threshold, sigma=sigma)
     chosen = np.take_along_axis(logs, (np.asarray(outcome, dtype=np.int64) + 1)[..., None], axis=-1)
     return chosen[..., 0].sum(axis=-1)
 
 
 def log_disagreement(log_agree: np.ndarray) -> np.ndarray:
-    """Return log q̃ with q̃ ≥ q = Pr[M ≠ ḡ*], from log Pr[M = ḡ*]."""
+    """Return log q̃ with q̃ ≥ q = Pr[M ≠ ḡ*], from log Pr[M = ḡ*].
+
+    Args:
+        log_agree: log Pr[M = ḡ*].
+    """
     with np.errstate(divide="ignore"):
         log_q = _log1mexp(np.asarray(log_agree, dtype=np.float64))
     return np.minimum(np.maximum(log_q + _ROUNDING, _SMALLEST_LOG_Q), 0.0)
@@ -109,6 +131,13 @@ def most_agreement(d: int, *, k: int, teachers: int, threshold: float, sigma: fl
     A coordinate with |f_j| = s agrees with its likeliest outcome with some log-probability φ(s), and Σ |f_j| ≤ kN. So
     Σ φ(|f_j|) ≤ d·max over s of (φ(s) − a·s) + a·k·N for every price a ≥ 0 on a vote. The smallest over a grid of
     prices is returned.
+
+    Args:
+        d: Number of coordinates.
+        k: Number of coordinates that each teacher votes on.
+        teachers: N.
+        threshold: βN.
+        sigma: Standard deviation of the noise.
     """
     votes = np.arange(teachers + 1.0)
     logs = log_outcomes(votes, threshold=threshold, sigma=sigma).max(axis=-1)
@@ -127,6 +156,13 @@ def theorem4(order: np.ndarray, log_q: float, *, mu1: np.ndarray, mu2: np.ndarra
     but needed: q̃·e^ε2 < 1, since A is negative otherwise.
 
     The result is NaN, not a large number or the data-independent bound, so that it propagates into every sum.
+
+    Args:
+        order: λ.
+        log_q: log q̃.
+        mu1: μ1, an order of RDP.
+        mu2: μ2, another.
+        rdp_per_order: RDP of the mechanism at order 1.
     """
     order, mu1, mu2 = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (order, mu1, mu2)))
     with np.errstate(all="ignore"):
@@ -146,6 +182,11 @@ def data_dependent_rdp(log_q: float, *, rdp_per_order: float, orders: np.ndarray
     smallest at 1 + √(log(1/q̃)/c) (Papernot et al. 2018, Proposition 10, for our sensitivity). The condition on q̃
     couples the two, so μ2 also runs over a grid up to where q̃·e^ε2 = 1, and μ1 is the value closest to its optimum
     that λ and the condition allow.
+
+    Args:
+        log_q: log q̃.
+        rdp_per_order: RDP of the mechanism at order 1.
+        orders: The orders λ.
     """
     orders = np.asarray(orders, dtype=np.float64)
     if not -math.inf < log_q < 0:

@@ -144,6 +144,7 @@ class DataBudget(Owned):
         self.close()
 
     def close(self) -> None:
+        """Close the file, and let other runs use the budget."""
         self._file.close()
 
     @property
@@ -156,7 +157,12 @@ class DataBudget(Owned):
         return price(self.charges, self.cap.delta)
 
     def describe(self, epsilon: float, accountant: AccountantName) -> str:
-        """Return ε as text, with the cap's δ and relation, and the accountant."""
+        """Return ε as text, with the cap's δ and relation, and the accountant.
+
+        Args:
+            epsilon: ε at the δ of the cap.
+            accountant: The accountant that computed it.
+        """
         return Budget(epsilon=1.0, delta=self.cap.delta, relation=self.cap.relation, accountant=accountant).describe(
             epsilon
         )
@@ -172,20 +178,42 @@ class DataBudget(Owned):
         """Return the token that a run must show to go on, or None if the run is not known.
 
         It changes each time the run goes on, so that only one copy of a run folder can.
+
+        Args:
+            run: The run's id.
         """
         return self._turns.get(run)
 
     def set_aside(self, run: str) -> Counted:
-        """Return what a run may charge; nothing for one that is not known."""
+        """Return what a run may charge; nothing for one that is not known.
+
+        Args:
+            run: The run's id.
+        """
         return tuple(charge for own in self.reservations if own.run == run for charge in own.charges)
 
     def next_turn(self, run: str, turn: str) -> None:
-        """Record the token that the run must show next time."""
+        """Record the token that the run must show next time.
+
+        Args:
+            run: The run's id.
+            turn: The new token.
+
+        Raises:
+            DatalensError: the file cannot be written.
+        """
         self._append({"type": "turn", "run": run, "turn": turn})
         self._turns[run] = turn
 
     def allow(self, data: str) -> None:
-        """Add the name of a data set whose runs belong to this budget."""
+        """Add the name of a data set whose runs belong to this budget.
+
+        Args:
+            data: The name.
+
+        Raises:
+            DatalensError: the file cannot be written.
+        """
         if data not in self.names:
             self._append({"type": "data", "name": data})
             self.names = (*self.names, data)
@@ -245,9 +273,21 @@ class DataBudget(Owned):
         unit: str,
         final: bool | Collection[str] = False,
     ) -> str:
-        """Durably reserve all that a run may charge, and return the run's id. On an error nothing is written.
+        """Durably reserve all that a run may charge. On an error nothing is written.
 
-        Arguments and errors are those of `check`.
+        Args:
+            parts: (event, multiplicity) of the run's plan.
+            budget: The run's own budget.
+            data: Name of the run's data set.
+            unit: What the run protects, such as one image.
+            final: As for `check`.
+
+        Returns:
+            The run's id.
+
+        Raises:
+            BudgetExceeded: the reservation does not fit under the cap.
+            DatalensError: the run does not belong to this budget, or the file cannot be written.
         """
         with self._alone():  # no other thread may reserve between the check and the line that is written
             charges = self.check(parts, budget, data=data, unit=unit, final=final)

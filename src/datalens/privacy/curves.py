@@ -21,7 +21,12 @@ _ZCDP_ORDERS = 1.0 + np.logspace(-4, 8, 6001)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Return δ(ε) of a mu-GDP mechanism: Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2) (Balle and Wang 2018, Theorem 8)."""
+    """Return δ(ε) of a mu-GDP mechanism: Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2) (Balle and Wang 2018, Theorem 8).
+
+    Args:
+        mu: Sensitivity/σ.
+        epsilon: ε at which δ is computed.
+    """
     if mu == 0:
         return 0.0
     if math.isinf(mu):
@@ -34,7 +39,12 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def exact_epsilon(mu_squared: float, delta: float) -> float:
-    """Return the smallest ε with δ(ε) <= delta, as the upper end of a bisection: never too small but for rounding."""
+    """Return the smallest ε with δ(ε) <= delta, as the upper end of a bisection: never too small but for rounding.
+
+    Args:
+        mu_squared: Sum of the squared mu of all releases.
+        delta: δ at which ε is computed.
+    """
     mu = math.sqrt(mu_squared)
     if math.isinf(mu):
         return math.inf
@@ -42,7 +52,12 @@ def exact_epsilon(mu_squared: float, delta: float) -> float:
 
 
 def rdp_epsilon(mu_squared: float, delta: float) -> float:
-    """Return ε by DataLens, Theorems 1 and 3: the minimum over the orders λ of λ·mu²/2 + log(1/δ)/(λ − 1)."""
+    """Return ε by DataLens, Theorems 1 and 3: the minimum over the orders λ of λ·mu²/2 + log(1/δ)/(λ − 1).
+
+    Args:
+        mu_squared: Sum of the squared mu of all releases.
+        delta: δ at which ε is computed.
+    """
     if mu_squared == 0:
         return 0.0
     return min(order * mu_squared / 2 + math.log(1 / delta) / (order - 1) for order in PAPER_ORDERS)
@@ -52,6 +67,10 @@ def moments_epsilon(mu_squared: float, delta: float) -> float:
     """Return ε by the moments accountant: `rdp_epsilon` at the orders of Abadi et al. 2016.
 
     Section 3.2 there has the log moments for λ <= 32 and their tail bound.
+
+    Args:
+        mu_squared: Sum of the squared mu of all releases.
+        delta: δ at which ε is computed.
     """
     if mu_squared == 0:
         return 0.0
@@ -62,6 +81,10 @@ def improved_epsilon(mu_squared: float, delta: float) -> float:
     """Return ε at the paper's orders with the conversion of Balle et al. 2020.
 
     (It is Proposition 12 of Canonne, Kamath, Steinke 2020.)
+
+    Args:
+        mu_squared: Sum of the squared mu of all releases.
+        delta: δ at which ε is computed.
     """
     if mu_squared == 0:
         return 0.0
@@ -69,21 +92,38 @@ def improved_epsilon(mu_squared: float, delta: float) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """Return ε of a rho-zCDP mechanism by the improved conversion. The set of orders is fixed, so ε rises with rho."""
+    """Return ε of a rho-zCDP mechanism by the improved conversion. The set of orders is fixed, so ε rises with rho.
+
+    Args:
+        rho: Sum of the ρ of all releases.
+        delta: δ at which ε is computed.
+    """
     if rho == 0:
         return 0.0
     return convert_improved(_ZCDP_ORDERS * rho, _ZCDP_ORDERS, delta)
 
 
 def convert_improved(curve: Sequence[float] | np.ndarray, orders: Sequence[float] | np.ndarray, delta: float) -> float:
-    """Return the minimum over λ of ε(λ) + log((λ − 1)/λ) − (log δ + log λ)/(λ − 1), or 0 if that is negative."""
+    """Return the minimum over λ of ε(λ) + log((λ − 1)/λ) − (log δ + log λ)/(λ − 1), or 0 if that is negative.
+
+    Args:
+        curve: RDP at each order: ε(λ).
+        orders: The orders λ, above 1.
+        delta: δ at which ε is computed.
+    """
     order = np.asarray(orders)
     epsilons = np.asarray(curve) + np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
     return max(0.0, float(epsilons.min()))
 
 
 def convert_as_printed(curve: Sequence[float], orders: Sequence[float], delta: float) -> float:
-    """Return ε by DataLens, Theorem 1: the minimum over λ of ε(λ) + log(1/δ)/(λ − 1)."""
+    """Return ε by DataLens, Theorem 1: the minimum over λ of ε(λ) + log(1/δ)/(λ − 1).
+
+    Args:
+        curve: RDP at each order: ε(λ).
+        orders: The orders λ, above 1.
+        delta: δ at which ε is computed.
+    """
     return min(cost + math.log(1 / delta) / (order - 1) for cost, order in zip(curve, orders, strict=True))
 
 
@@ -174,7 +214,11 @@ def _gaussian_deltas(mu: float, epsilon: np.ndarray) -> np.ndarray:
 
 
 def total(values: list[float]) -> float:
-    """Return the sum, correctly rounded, or infinity where it overflows."""
+    """Return the sum, correctly rounded, or infinity where it overflows.
+
+    Args:
+        values: Numbers that are not negative.
+    """
     try:
         return math.fsum(values)
     except OverflowError:

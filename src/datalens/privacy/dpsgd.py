@@ -80,7 +80,12 @@ class Schedule:
         )
 
     def price(self, accountant: Accountant, delta: float) -> float:
-        """Return the ε of all steps of the schedule at this δ."""
+        """Return the ε of all steps of the schedule at this δ.
+
+        Args:
+            accountant: The accountant that prices them.
+            delta: δ at which ε is computed.
+        """
         return accountant.price([(self.event(repeats=self.steps, step=0, noise="operating-system"), 1)], delta)
 
 

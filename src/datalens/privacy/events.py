@@ -206,6 +206,7 @@ class DiscreteGaussianEvent(GaussianEvent):
 
     @property
     def slack(self) -> float:
+        """The amount added to δ, since discrete noise is close to Gaussian noise, but not equal to it."""
         return CLOSENESS * self.coordinates
 
 

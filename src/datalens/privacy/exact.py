@@ -21,6 +21,12 @@ def sampler(sigma: float) -> Callable[[int], list[int]]:
 
     P[z] is proportional to exp(−z²/(2·sigma²)). OpenDP turns sigma into a fraction and samples with integer arithmetic
     (Canonne, Kamath, Steinke 2020, Algorithm 3). Its vector mechanism for integers, run on zeros, returns the noise.
+
+    Args:
+        sigma: Width of the noise.
+
+    Returns:
+        The function; its argument is `count`.
     """
     from opendp.domains import atom_domain, vector_domain
     from opendp.measurements import make_gaussian
@@ -56,6 +62,11 @@ def feed(out: int, draw: Callable[[int], list[int]], *, parent: int, patience_ms
 
 
 def main(arguments: list[str]) -> None:
+    """Run as the process that draws noise: write draws to stdout until the parent process ends.
+
+    Args:
+        arguments: Sigma, and the process id of the parent.
+    """
     sigma, parent = arguments
     try:
         feed(sys.stdout.fileno(), sampler(float(sigma)), parent=int(parent))

@@ -55,10 +55,15 @@ class Budget:
         return Accountant(name=self.accountant)
 
     def describe(self, epsilon: float) -> str:
-        """Return ε as text, always with its δ, relation and accountant."""
+        """Return ε as text, always with its δ, relation and accountant.
+
+        Args:
+            epsilon: ε of this budget, or a part of it.
+        """
         return f"ε = {upwards(epsilon, 4)} (δ = {upwards(self.delta)}, {self.relation}, {self.accountant} accountant)"
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the budget as JSON."""
         return {**asdict(self), "epsilon": json_number(self.epsilon)}
 
 
@@ -67,6 +72,9 @@ MOST_EPSILON = 1e6  # for a run with noise: beyond it σ is so small that the ar
 
 def check_epsilon(epsilon: float) -> None:
     """Raise if no run can be planned with this ε. Ledgers that exist already are not checked.
+
+    Args:
+        epsilon: The requested ε; may be infinite.
 
     Raises:
         DatalensError: ε is finite and above `MOST_EPSILON`.
@@ -78,7 +86,12 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def upwards(value: float, digits: int = 6) -> str:
-    """Return the value with `digits` significant digits, rounded up (except for the last bits of a float)."""
+    """Return the value with `digits` significant digits, rounded up (except for the last bits of a float).
+
+    Args:
+        value: The number.
+        digits: How many digits to keep.
+    """
     text = f"{value:.{digits}g}"
     if not value > float(text) * (1 + 1e-9):
         return text
@@ -86,7 +99,11 @@ def upwards(value: float, digits: int = 6) -> str:
 
 
 def json_number(value: float) -> float | str:
-    """Return the value as JSON can hold it: infinity, which JSON does not have, becomes the string "inf"."""
+    """Return the value as JSON can hold it: infinity, which JSON does not have, becomes the string "inf".
+
+    Args:
+        value: The number.
+    """
     return "inf" if math.isinf(value) else value
 
 
@@ -109,7 +126,11 @@ class Ledger:
 
     @classmethod
     def in_memory(cls, budget: Budget) -> "Ledger":
-        """Return an empty ledger for audits and plans: the same rules, but nothing on disk."""
+        """Return an empty ledger for audits and plans: the same rules, but nothing on disk.
+
+        Args:
+            budget: The budget of the ledger.
+        """
         return cls(budget, [], hashes=[_GENESIS], file=None)
 
     @classmethod
@@ -166,6 +187,9 @@ class Ledger:
         """Return the hash of the line after this many charges, or None if the ledger has fewer.
 
         Each line carries the hash of the one before it, so equal hashes mean equal ledgers up to that line.
+
+        Args:
+            charges: Number of charges.
         """
         return self._hashes[charges] if 0 <= charges < len(self._hashes) else None
 
@@ -224,6 +248,7 @@ class Ledger:
         return len(self._events) - 1
 
     def close(self) -> None:
+        """Close the file. Nothing can be charged afterwards."""
         if self._file is not None:
             self._file.close()
 
@@ -248,7 +273,11 @@ def read_ledger(path: Path) -> tuple[Budget, tuple[Event, ...]]:
 
 
 def canonical_json(fields: dict[str, Any]) -> bytes:
-    """Return the bytes that are hashed: one spelling for one content."""
+    """Return the bytes that are hashed: one spelling for one content.
+
+    Args:
+        fields: A line of a ledger or a budget.
+    """
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -49,7 +49,18 @@ class Mechanism(Protocol):
     `release` charges the ledger for the sum of a step, and then returns it with noise.
     """
 
-    def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released: ...
+    def release(self, contributions: BoundedSum, ledger: Ledger, *, step: int) -> Released:
+        """Charge the ledger, and then return the sum with noise.
+
+        Args:
+            contributions: The sum to release.
+            ledger: The ledger to charge.
+            step: The step that the charge names.
+
+        Raises:
+            BudgetExceeded: the charge does not fit into the ledger's budget; nothing is released.
+            DatalensError: the ledger could not be written, or these rows cannot be released in this way.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +169,17 @@ class LaplaceVote:
     part: str = ""
 
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
+        """Charge the ledger, and then return the counts with noise.
+
+        Args:
+            votes: Counts of ballots.
+            ledger: The ledger to charge.
+            step: The step that the charge names.
+
+        Raises:
+            BudgetExceeded: the charge does not fit into the ledger's budget; nothing is released.
+            TypeError: the rows are not ballots.
+        """
         if not isinstance(votes, VoteCounts):
             raise TypeError("Laplace noise is for counts of ballots: other rows may move a count by more than one")
         appears = ledger.budget.relation == "add-remove" and votes.row_unit != "teacher"
@@ -204,6 +226,17 @@ class ConfidentGNMax:
                 raise DatalensError(f"sigma must be a number from 0 to {MOST_NOISE:g}, not {sigma}")
 
     def release(self, votes: VoteCounts, ledger: Ledger, *, step: int) -> Released:
+        """Charge for the check and, where it passed, for the answers; then return the answers.
+
+        Args:
+            votes: Counts of ballots.
+            ledger: The ledger to charge.
+            step: The step that the charge names.
+
+        Raises:
+            BudgetExceeded: the charge does not fit into the ledger's budget; nothing is released.
+            TypeError: the rows are not ballots.
+        """
         if not isinstance(votes, VoteCounts):
             raise TypeError("confident GNMax is for counts of ballots: other rows may move a count by more than one")
         facts = (self.noise.origin, step, self.part)

@@ -34,15 +34,30 @@ class NoiseSource(Protocol):
     @property
     def origin(self) -> NoiseOrigin: ...
 
-    def standard_normal(self, count: int) -> np.ndarray: ...
+    def standard_normal(self, count: int) -> np.ndarray:
+        """Return new draws from N(0, 1): [count] float64.
 
-    def words(self, count: int) -> np.ndarray: ...  # uniform integers below 2³², for secret choices
+        Args:
+            count: Number of draws.
+        """
+
+    def words(self, count: int) -> np.ndarray:
+        """Return new uniform integers below 2³²: [count] uint32. For secret choices.
+
+        Args:
+            count: Number of draws.
+        """
 
 
 class SecretSource(NoiseSource, Protocol):
     """A noise source that can also choose in secret: `below(count)` is uniform on 0 … count−1."""
 
-    def below(self, count: int) -> int: ...
+    def below(self, count: int) -> int:
+        """Return a new uniform integer in 0 … count−1.
+
+        Args:
+            count: Number of values to choose from.
+        """
 
 
 @runtime_checkable
@@ -58,7 +73,15 @@ class IntegerNoise(Protocol):
     def check(self) -> None:
         """Raise if the source cannot draw. Called before a charge that a missing draw would waste."""
 
-    def integers(self, count: int) -> np.ndarray: ...
+    def integers(self, count: int) -> np.ndarray:
+        """Return new draws: [count] int64.
+
+        Args:
+            count: Number of draws.
+
+        Raises:
+            DatalensError: the source cannot draw.
+        """
 
 
 class Held:
@@ -208,6 +231,7 @@ _ADVICE = "reinstall opendp, or begin another run with --noise gaussian"
 
 
 def opendp_installed() -> bool:
+    """Return whether OpenDP is installed. It is not imported."""
     return importlib.util.find_spec("opendp") is not None
 
 
@@ -268,7 +292,11 @@ class DrawnAhead(Owned):
         self.close()
 
     def check(self) -> None:
-        """Wait until the first draws are there, or raise the reason why there will be none."""
+        """Wait until the first draws are there, or raise the reason why there will be none.
+
+        Raises:
+            DatalensError: the process that draws has ended.
+        """
         with self._alone():
             self._check_open()
             waiting = select.poll()

@@ -59,6 +59,9 @@ def may_follow(charges: Sequence[tuple[Charge, int]]) -> bool:
 
     That needs a privacy filter: a price that adds up in one number, by one rule. Gaussian noise has one, and so does
     coarse discrete noise (sigma below `LEAST_SMOOTH`) by itself, as zCDP. A filter that changes its rule is not valid.
+
+    Args:
+        charges: (event, multiplicity) of all charges.
     """
     coarse = {isinstance(event, DiscreteGaussianEvent) and not event.smooth for event, _ in charges}
     return len(coarse) < 2 and all(isinstance(event, GaussianEvent) for event, _ in charges)
@@ -161,7 +164,12 @@ def most_times(event: Charge, times: int, fits: Callable[[Sequence[tuple[Charge,
 
 
 def all_of_it(mu: float, relation: Relation) -> DiscreteGaussianEvent:
-    """Return the one discrete Gaussian event that stands for all Gaussian releases of a run with this mu in total."""
+    """Return the one discrete Gaussian event that stands for all Gaussian releases of a run with this mu in total.
+
+    Args:
+        mu: mu of all releases together.
+        relation: Of the ledger.
+    """
     moved = mu * math.sqrt(_WIDE * _WIDE - 4)
     facts: dict[str, Any] = {"row_unit": "record", "relation": relation, "noise": "operating-system"}
     facts |= {"l2_bound": moved, "diameter": moved, "sigma": _WIDE, "queries": 0, "step": 0, "coordinates": _CELLS}
@@ -184,7 +192,12 @@ def largest(holds: Callable[[float], bool], *, digits: float = 1e-15) -> float:
 
 
 def with_noise(charges: Counted, factor: float) -> Counted:
-    """Return the same charges with all noise scaled by `factor`."""
+    """Return the same charges with all noise scaled by `factor`.
+
+    Args:
+        charges: (event, multiplicity).
+        factor: More than 1: more noise.
+    """
 
     def more(event: Charge) -> Charge:
         if isinstance(event, LaplaceEvent):

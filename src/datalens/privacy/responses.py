@@ -33,14 +33,25 @@ def response_delta(loss: float, times: int, epsilon: float) -> float:
 
 
 def response_epsilon(loss: float, times: int, delta: float) -> float:
-    """Return the smallest ε with δ(ε) <= delta for `times` responses; at most the pure ε of loss·times."""
+    """Return the smallest ε with δ(ε) <= delta for `times` responses; at most the pure ε of loss·times.
+
+    Args:
+        loss: Pure ε of one response.
+        times: Number of responses.
+        delta: δ at which ε is computed.
+    """
     if math.isinf(loss) and times:
         return math.inf
     return smallest(lambda epsilon: response_delta(loss, times, epsilon) <= delta, most=loss * times)
 
 
 def response_rdp(loss: float, order: float) -> float:
-    """Return the RDP of one randomised response: 1/(λ − 1) · log(p^λ (1 − p)^(1 − λ) + (1 − p)^λ p^(1 − λ))."""
+    """Return the RDP of one randomised response: 1/(λ − 1) · log(p^λ (1 − p)^(1 − λ) + (1 − p)^λ p^(1 − λ)).
+
+    Args:
+        loss: Pure ε of the response.
+        order: λ.
+    """
     if loss == 0 or math.isinf(loss):
         return loss
     log_right, log_wrong = -math.log1p(math.exp(-loss)), -loss - math.log1p(math.exp(-loss))
@@ -51,6 +62,11 @@ def response_rdp(loss: float, order: float) -> float:
 @functools.lru_cache(maxsize=256)
 def pld_responses(loss: float, times: int, delta: float) -> float:
     """Return ε as `response_epsilon` does, by dp-accounting's discrete Laplace mechanism; rounded up.
+
+    Args:
+        loss: Pure ε of one response.
+        times: Number of responses.
+        delta: δ at which ε is computed.
 
     Raises:
         DatalensError: dp-accounting is not installed.

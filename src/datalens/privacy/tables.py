@@ -24,7 +24,12 @@ PRV_QUIETEST = 1e-6  # least mu of a Gaussian next to sampled steps: a smaller o
 
 
 def pld_epsilon(mu_squared: float, delta: float) -> float:
-    """Return ε of one Gaussian mechanism with this mu², by dp-accounting."""
+    """Return ε of one Gaussian mechanism with this mu², by dp-accounting.
+
+    Args:
+        mu_squared: Sum of the squared mu of all releases.
+        delta: δ at which ε is computed.
+    """
     return pld_composed(((math.sqrt(mu_squared), 1.0, 1),), delta)
 
 
@@ -134,7 +139,13 @@ def prv_composed(parts: tuple[tuple[float, float, int], ...], delta: float, roug
 
 
 def prv_error(steps: int, delta: float, rough: float) -> float:
-    """Return the error of ε that is requested of PRV. Its answer lies at most twice that above the true ε."""
+    """Return the error of ε that is requested of PRV. Its answer lies at most twice that above the true ε.
+
+    Args:
+        steps: Number of events.
+        delta: δ at which ε is computed.
+        rough: ε by RDP.
+    """
     wanted = min(max(rough / 50, PRV_FINEST), PRV_COARSEST)
     finest = 2 * (rough + 4) * math.sqrt(steps * math.log(12_000 / delta) / 2) / PRV_CELLS
     return max(wanted, finest)

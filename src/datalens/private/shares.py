@@ -224,7 +224,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many rows were appended."""
+        """Number of rows that were appended."""
         return self._written - 1
 
     def append(self, rows: Tensor) -> None:

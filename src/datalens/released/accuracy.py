@@ -21,7 +21,7 @@ LEAST_SCALE, MOST_SCALE = 0.01, 1e3  # of noise: with more any table is drowned,
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a noisy table says: fractions from 0 to 1, to four digits. `low` and `high` are the ends of an interval."""
+    """The figures of a noisy table: fractions from 0 to 1, to four digits. An interval goes from `low` to `high`."""
 
     accuracy: float
     low: float

@@ -28,7 +28,7 @@ _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the papers are about.
+    """The subject of the papers.
 
     Attributes:
         certificate: of the release that the images were drawn from; it has been verified.

@@ -126,15 +126,39 @@ class SyntheticDataset:
         return TensorDataset(images, torch.from_numpy(self.labels))
 
     def to_npz(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the arrays images, labels, classes and certificate to a file for `np.load`."""
+        """Write the arrays images, labels, classes and certificate to a file for `np.load`.
+
+        Args:
+            path: of the file, which ends in .npz.
+            force: whether to replace what this class wrote there before.
+
+        Raises:
+            DatalensError: the target exists, or has another ending.
+        """
         save(self, ending(path, ".npz"), force=force)
 
     def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write PNG bytes and labels in the format of Hugging Face datasets; the papers are beside the file."""
+        """Write PNG bytes and labels in the format of Hugging Face datasets; the papers are beside the file.
+
+        Args:
+            path: of the file, which ends in .parquet.
+            force: whether to replace what this class wrote there before.
+
+        Raises:
+            DatalensError: the target exists, or has another ending.
+        """
         save(self, ending(path, ".parquet"), force=force)
 
     def to_folder(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write a folder of PNG files for each class, with metadata.csv, certificate and papers (`load_dataset`)."""
+        """Write a folder of PNG files for each class, with metadata.csv, certificate and papers (`load_dataset`).
+
+        Args:
+            path: of the folder.
+            force: whether to replace what this class wrote there before.
+
+        Raises:
+            DatalensError: the target exists, or has another ending.
+        """
         save(self, f"{os.fspath(path).rstrip(os.sep)}{os.sep}", force=force)
 
 

@@ -56,6 +56,7 @@ class Verification:
 
     @property
     def events(self) -> int:
+        """Number of charges."""
         return len(self.charged)
 
     @property

@@ -114,7 +114,7 @@ def accuracy(
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How the releases of a table's cells are scored."""
+    """A way to score the releases of a table's cells."""
 
     count: int
     epochs: int

@@ -1,4 +1,4 @@
-"""What falls short of the paper, by how much and why: a line for each method of each table, from kept cells."""
+"""The results that fall short of the paper, by how much and why, from kept cells: a line for each method and table."""
 
 from pathlib import Path
 from typing import Any

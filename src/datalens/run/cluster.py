@@ -87,7 +87,7 @@ class HeldPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the driver knows of a part besides its sums. Private."""
+    """Facts about a part that the driver knows besides its sums. Private."""
 
     count: int = field(repr=False)  # Dask writes arguments of tasks that fail to its log
     fingerprint: int = field(repr=False)

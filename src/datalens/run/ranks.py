@@ -34,7 +34,7 @@ PATIENCE = timedelta(minutes=30)
 
 
 class World:
-    """This process as one of `size` ranks. All ranks call the same methods in the same order."""
+    """One of `size` ranks: this process. All ranks call the same methods in the same order."""
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank

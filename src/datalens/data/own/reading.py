@@ -60,7 +60,7 @@ class Reading:
 
     @property
     def id_column(self) -> str | None:
-        """Where a table says whose each image is; None: single images are protected."""
+        """The column with the person of each image; None: single images are protected."""
         return None if self.record_id == NONE else self.record_id
 
     @property
