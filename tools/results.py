@@ -9,6 +9,7 @@ that `datalens reproduce --full --out FOLDER` made.
 
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,11 @@ def section(name: str, table: Table) -> str:
     dates = sorted({result["date"] for result in results.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     old = sum(result["stale"] is not None for result in results.values())
+    left = Counter(cell.not_run for cell in cells if cell.name not in results)
+    rest = f" Not run: {', '.join(missing(left))}." if left else ""
     lines += [
         f"`datalens reproduce {name} --full`, {when}; {len(run)} of {len(cells)} cells have been run, {old} of them "
-        "stale.",
+        f"stale.{rest}",
         "",
         table.said(True),
         "",
@@ -80,6 +83,12 @@ def section(name: str, table: Table) -> str:
         lines += [f"![{table.title}](results/{name}.png)", ""]
     remarks = RESULTS / f"{name}.md"
     return "\n".join(lines) + (f"\n{remarks.read_text(encoding='utf-8')}" if remarks.exists() else "")
+
+
+def missing(left: Counter[str]) -> list[str]:
+    """Return how many cells were not run, for each reason that is known, such as "3 that need a GPU"."""
+    said = {"not run: needs a GPU": " that need a GPU", "not run: needs --data-folder": " that need --data-folder"}
+    return [f"{count}{said.get(why, ' others')}" for why, count in sorted(left.items(), reverse=True)]
 
 
 def figure2() -> str:
@@ -94,7 +103,7 @@ def figure2() -> str:
 def plots() -> None:
     """Write the plots of all tables that have finished cells."""
     run = [name for name, table in harness.tables().items() if (RESULTS / f"{table.kept_as or name}.jsonl").exists()]
-    for name in (*run, "figure2", "theory"):
+    for name in (*run, "figure2", "figure3", "theory"):
         with tempfile.TemporaryDirectory() as out:
             made = harness.reproduce(name, full=True, out=Path(out), device="cpu", stored=RESULTS)
             (RESULTS / f"{name}.png").write_bytes(Path(made["plot"]).read_bytes())

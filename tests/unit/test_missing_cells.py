@@ -143,3 +143,21 @@ def test_shortfalls_are_counted_from_rows() -> None:
     assert shortfalls.why("table5", "FetchSGD") != shortfalls.why("table1", "DataLens")
     assert shortfalls.why("table1", "unheard of") == "not known"
     assert np.isfinite(line["mean"])
+
+
+def test_our_default_is_counted_beside_the_papers_own_method() -> None:
+    """The paper has no row of it: where it is worse than what is printed for DataLens, the list says so."""
+    rows: list[dict[str, Any]] = [
+        {"row": "a", "column": "DataLens", "paper": 4.0, "ours": None, "marks": [], "measure": "IS"},
+        {"row": "a", "column": "DataLens", "paper": 90.0, "ours": None, "marks": [], "measure": "FID"},
+        {"row": "a", "column": "datalens (ours)", "paper": None, "ours": 3.0, "marks": [], "measure": "IS"},
+        {"row": "a", "column": "datalens (ours)", "paper": None, "ours": 95.0, "marks": [], "measure": "FID"},
+        {"row": "b", "column": "datalens (ours)", "paper": None, "ours": 3.0, "marks": [], "measure": "IS"},
+    ]
+    found = shortfalls._default_beside_theirs(rows)
+    assert [(row["paper"], row["column"]) for row in found] == [
+        (4.0, "datalens (ours), beside DataLens"),
+        (90.0, "datalens (ours), beside DataLens"),
+    ]
+    assert [shortfalls._line("table12", "x", [row])["most"] for row in found] == [1.0, 5.0]
+    assert "photographs" in shortfalls.why("table3", "datalens (ours), beside DataLens (IS)")

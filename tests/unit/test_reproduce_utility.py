@@ -143,7 +143,7 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_faces_need_a_folder_once(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     rows, text = made(tmp_path)
     missing = line_of(text, f"{FACES} ε=1 | datalens")
-    assert "not run: its data is not here (--data-folder)" in missing and "0.7058" in missing and "0.8847" in missing
+    assert "not run: needs --data-folder" in missing and "0.7058" in missing and "0.8847" in missing
     assert [row["ours"] for row in rows if row["row"].startswith(FACES)] == [None]
     (tmp_path / "faces").mkdir()
     _, text = made(tmp_path, data_folder=tmp_path / "faces")

@@ -75,6 +75,24 @@ def test_other_marks() -> None:
     assert "0.8000 (stale)" in show_accuracies([row]) and "| 0.70 |" in show_accuracies([row])
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"data": "mnist", "method": "datalens-paper", "network": "compact"}, "not run"),
+        ({"data": "mnist", "method": "datalens-paper", "preset": "code", "network": "paper"}, "not run: needs a GPU"),
+        ({"data": "mnist", "method": "gswgan", "steps": 20}, "not run: needs a GPU"),
+        ({"data": "mnist", "method": "gswgan", "preset": "quick"}, "not run"),
+        ({"data": "scenes", "method": "dpgan"}, "not run: needs a GPU"),
+        ({"data": "scenes", "method": "datalens-paper", "network": "compact"}, "not run: needs --data-folder"),
+        ({"data": "celeba-hair", "method": "datalens-paper", "network": "compact"}, "not run: needs a GPU"),
+    ],
+)
+def test_an_empty_cell_says_what_it_needs(options: dict[str, Any], expected: str) -> None:
+    cell = Cell(row="x ε=1", column="y", paper=0.5, options=options)
+    [row] = rows_of_accuracies([cell], {})
+    assert cell.not_run == expected and f"| {expected} |" in show_accuracies([row])
+
+
 def test_tables_show_stale_cells_and_run_them_again_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,8 @@ class Reproduce:
     """Run kept cells again that older code made; otherwise they are shown, and marked."""
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10)")] = None
     """Number of seeds of each training of tables 8 to 11 and figure3."""
+    rule: bool = False
+    """Tables 8 to 11 and figure3: train MNIST by the default rule of `datalens sgd`, instead of searching settings."""
     small: bool = False
     """dpimagebench: score by our small network in place of its three, which need a GPU."""
     out: Path = Path("runs/reproduce")
@@ -55,13 +57,14 @@ class Reproduce:
             return 0
         how: dict[str, Any] = {"full": self.full, "out": self.out, "device": self.device}
         if self.what == "all":
-            if self.cells or self.from_ or self.stale or self.seeds:
+            if self.cells or self.from_ or self.stale or self.seeds or self.rule:
                 raise DatalensError(
-                    "--cells, --from, --stale and --seeds are for a single table: leave them out, or name the table"
+                    "--cells, --from, --stale, --seeds and --rule are for a single table: leave them out, or name the "
+                    "table"
                 )
             return self._all(how)
         how |= {"data_folder": self.data_folder, "only": self.cells, "stored": self.from_, "again": self.stale}
-        how |= {"seeds": self.seeds, "small": self.small}
+        how |= {"seeds": self.seeds, "small": self.small, "rule": self.rule}
         if self.stale and self.from_:
             raise DatalensError("--from runs nothing: leave out --stale, or --from")
         result = harness.reproduce(self.what, **how)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datalens.data.named import sources
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
 from datalens.options import TrainOptions
@@ -58,6 +59,18 @@ class Cell:
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10]
         epsilon, method = self.options.get("epsilon", 1.0), self.options.get("method", "datalens")
         return f"{self.options['data']}-eps{epsilon:g}-{method}-{digest}"
+
+    @property
+    def not_run(self) -> str:
+        """Return what stands in place of a figure that was not run: whether it would take hours of two cores."""
+        if self.options is None:
+            return "not run"
+        options, data, method = self.options, self.options["data"], self.options.get("method")
+        faces = data in ("celeba-gender", "celeba-hair", "places365")  # 64 pixels, and thousands of teachers
+        slow = ["gswgan", *(["dpgan"] if faces or data == "scenes" else []), *(["datalens-paper"] if faces else [])]
+        if options.get("network") in ("paper", "printed") or (method in slow and options.get("preset") != "quick"):
+            return "not run: needs a GPU"
+        return "not run" if sources.downloadable(data) else "not run: needs --data-folder"
 
     @property
     def version(self) -> int:
@@ -259,6 +272,7 @@ def _row(cell: Cell, result: dict[str, Any] | None) -> Row:
         "beta": result["settings"]["beta"] if result and result["settings"].get("decode") == "threshold" else None,
         "train_seconds": trained.get("seconds"),
         "certificate": result.get("certificate_sha256") if result else None,
+        "not_run": None if result else cell.not_run,
     }
 
 
@@ -280,7 +294,7 @@ def show_accuracies(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        cost = "not run" if r["ours"] is None else show_cost(r)
+        cost = r["not_run"] or show_cost(r)
         difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
         lines.append(
             f"| {r['row']} | {r['column']} | {show(r['paper'])} | {show_ours(r)} | {difference} | "

@@ -143,6 +143,7 @@ _OWN: dict[str, tuple[tuple[float, int, tuple[float, ...], int], ...]] = {
     "mnist": ((0.3, 2048, (6.0, 12.0), 900), (8.0, 4096, (0.6,), 600)),
     "cifar10": ((1.0, 1024, (0.05, 0.2, 0.8), 1500),),
 }
+RULE = (0.3, 2048, 12.0)  # of the grid: clip, batch and rate of `datalens sgd` unless they are chosen
 
 
 def _own_steps(data: str, epsilon: float, at_one: int) -> int:
@@ -162,6 +163,8 @@ def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode")
         for c, b, rates, steps in _OWN[data]
         for r in rates
     ]
+    if mode.rule and data == "mnist":
+        return [next(s for s in ours if (s.clip, s.batch, s.rate) == RULE)]
     return ours + printed(data, epsilon, k, selector)
 
 
@@ -178,6 +181,7 @@ class Mode:
     fixed: dict[str, dict[str, Any]]
     records: dict[str, int | None]
     only: str = "*"  # pattern of the names of cells to train; of the others, kept trainings are shown
+    rule: bool = False  # MNIST by the default rule of `datalens sgd`, without a search
 
     @classmethod
     def of(cls, full: bool) -> "Mode":
@@ -353,8 +357,7 @@ def cells_of(mode: Mode) -> list[Cell]:
     """Return the cells of all tables."""
     both = [(data, e) for data in ("mnist", "cifar10") for e in mode.epsilons(data)]
     found: list[Cell] = [(data, e, k, "norm", "prv") for data, e in both for k in mode.ks]
-    found += [("mnist", e, k, "dim", "prv") for e in TABLE9_DIM for k in TABLE9_DIM[e]]
-    return found + [(data, e, GM_DP, "norm", "moments") for data, e in both if e < INF]
+    return found + [("mnist", e, k, "dim", "prv") for e in TABLE9_DIM for k in TABLE9_DIM[e]]
 
 
 def table8(lab: Lab, mode: Mode) -> list[Line]:
@@ -406,29 +409,44 @@ def table10(lab: Lab, mode: Mode) -> list[Line]:
 def table11(lab: Lab, mode: Mode) -> list[Line]:
     """Return the lines of Table 11, the printed settings. Quick mode trains nothing and only computes their steps."""
     keys = [key for key in TABLE11 if mode.full or key[0] == "mnist"]
-    if mode.full:
-        cells: list[Cell] = [(data, e, k, "norm", "prv") for data, e in keys for k in KS]
-        ours = as_printed(lab, mode, cells)
-        return [_line(_title(c[0], c[1]), _method(c[2]), TABLE8[c[:2]][c[2]], ours[c]) for c in cells]
+    cells: list[Cell] = [(data, e, k, "norm", "prv") for data, e in keys for k in mode.ks]
+    ours = as_printed(lab, mode, cells)
     lines = []
-    for data, e in keys:
-        for k in mode.ks:
-            s = printed(data, e, k, "norm")[0].solved()
-            empty = _line(_title(data, e), _method(k), TABLE8[data, e][k], None)
-            facts = {"clip": s.clip, "sigma": s.sigma, "batch": s.batch, "rate": s.rate, "steps": s.steps}
-            assert s.steps is not None
-            lines.append(empty | facts | {"epochs": round(s.steps * s.batch / s.nominal, 2), "accountant": "prv"})
+    for cell in cells:
+        data, e, k, *_ = cell
+        line = _line(_title(data, e), _method(k), TABLE8[data, e][k], ours.get(cell))
+        if line["ours"] is None:
+            [s] = printed(data, e, k, "norm")
+            line |= {"clip": s.clip, "sigma": s.sigma, "batch": s.batch, "rate": s.rate, "accountant": "prv"}
+            if not mode.full:
+                s = s.solved()
+                assert s.steps is not None
+                line |= {"steps": s.steps, "epochs": round(s.steps * s.batch / s.nominal, 2)}
+        lines.append(line)
     return lines
 
 
 def figure3(lab: Lab, mode: Mode) -> list[Line]:
-    """Return the lines of Table 8, and of DPDL: plain DP-SGD priced by the moments accountant of 2016."""
-    lines = table8(lab, mode)
-    cells: list[Cell] = [
-        (data, e, GM_DP, "norm", "moments") for data in ("mnist", "cifar10") for e in mode.epsilons(data) if e < INF
+    """Return the lines of Table 8, and of DPDL: trainings of GM-DP at the price of the moments accountant of 2016."""
+    cells: list[Cell] = [(data, e, GM_DP, "norm", "prv") for data in ("mnist", "cifar10") for e in mode.epsilons(data)]
+    return table8(lab, mode) + [
+        _at_moments(cell[0], figure) for cell, figure in figures(lab, mode, cells).items() if figure and cell[1] < INF
     ]
-    ours = figures(lab, mode, cells)
-    return lines + [_line(_title(c[0], c[1]), "DPDL (GM-DP by moments)", None, ours[c]) for c in cells]
+
+
+def _at_moments(data: str, figure: Figure) -> Line:
+    """Return the line of a private training at another price: DPDL trains as GM-DP does."""
+    from datalens.bounded.norm_topk import ROUNDING
+    from datalens.privacy.accountant import Accountant
+    from datalens.privacy.dpsgd import Schedule
+    from datalens.privacy.ledger import upwards
+
+    s, run = figure.setting, figure.runs[0]
+    sigma, rate, steps = run["sigma"], s.batch / s.nominal, run["steps"]
+    schedule = Schedule(sigma=sigma, rate=rate, steps=steps, unit=1.0, l2_bound=1 + ROUNDING)
+    spent = schedule.price(Accountant(name="moments"), DELTA)
+    line = _line(_title(data, float(upwards(spent, 3))), "DPDL (GM-DP at the moments price)", None, figure)
+    return line | {"epsilon_spent": str(spent), "accountant": "moments"}
 
 
 TABLES: dict[str, Callable[[Lab, Mode], list[Line]]] = {
@@ -446,12 +464,13 @@ def reproduce(
     only: str | None = None,
     again: bool = False,
     seeds: int | None = None,
+    rule: bool = False,
 ) -> dict[str, Any]:
     """Run missing trainings, then write the table. Return its paths. For the arguments, see `harness.reproduce`."""
     from datalens.driver import choose_device
 
     place, mode = kept_in("dpsgd", full=full, out=out, stored=stored), Mode.of(full)
-    mode = replace(mode, only=only or "*", seeds=mode.seeds[:seeds])
+    mode = replace(mode, only=only or "*", seeds=mode.seeds[:seeds], rule=rule)
     if only is not None:
         every = [name_of(cell) for cell in cells_of(mode)]
         if not fnmatch.filter(every, only):
@@ -459,7 +478,7 @@ def reproduce(
     folder = out if stored is not None else made_in("dpsgd", full=full, out=out)
     if stored is not None:
         lines = TABLES[name](Lab(place, "cpu", workers=1, trains=False), mode)
-        if all(line["ours"] is None for line in lines):
+        if all(line["ours"] is None for line in lines) and not place.exists():
             raise DatalensError(f"{place} has no trainings of {name}: name another folder, or leave --from out")
     else:
         where = str(choose_device(device))
@@ -560,7 +579,7 @@ def _plot(name: str, lines: list[Line], path: Path) -> None:
         place.set(
             title=title, xlabel="ε (δ = 1e-05, add-remove; prv, DPDL: moments)", ylabel="accuracy, %", xscale="log"
         )
-        shown = sorted({epsilon(r) for r in rows})
+        shown = sorted({epsilon(r) for r in rows if r["paper"] is not None})
         place.set_xticks(shown, [f"{e:g}" for e in shown], fontsize=8)
         place.minorticks_off()
         place.legend(frameon=False, fontsize=7, loc="lower right")

@@ -81,6 +81,7 @@ def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str
                 "picture": result.get("picture") if result else None,
                 "date": result["date"] if result else None,
                 "marks": marks(result),
+                "not_run": None if result else cell.not_run,
                 **{name: trained.get(name) for name in facts},
             }
         )
@@ -90,7 +91,7 @@ def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = ["| row | method | picture | ε spent, δ, relation, accountant |", "|---|---|---|---|"]
     for r in rows:
-        cost = "not run" if r["epsilon_spent"] is None else show_cost(r)
+        cost = r["not_run"] or show_cost(r)
         picture = Path(r["picture"]).name if r["picture"] else "not kept" if r["date"] else "—"
         lines.append(f"| {r['row']} | {r['column']} | {picture}{show_marks(r)} | {cost} |")
     return "\n".join(lines) + "\n"

@@ -78,6 +78,7 @@ def reproduce(
     again: bool = False,
     seeds: int | None = None,
     small: bool = False,
+    rule: bool = False,
 ) -> dict[str, Any]:
     """Run the missing cells of a table or figure, then write it.
 
@@ -93,6 +94,7 @@ def reproduce(
         again: run stale cells again (see `cells.stale`); otherwise they are shown, and marked.
         seeds: number of seeds of a training with DP-SGD; the default is all.
         small: score dpimagebench by our small network in place of its three.
+        rule: train MNIST with DP-SGD by the default rule of `datalens sgd`, without a search for settings.
 
     Returns:
         The paths of the output, and its rows.
@@ -108,6 +110,8 @@ def reproduce(
         _check_folder(name, cells, data_folder)
     if seeds is not None and (name not in dpsgd.TITLES or not 1 <= seeds <= 10):
         raise DatalensError(f"--seeds {seeds}: tables 8 to 11 and figure 3 have 1 to 10 seeds, and no other table")
+    if rule and name not in dpsgd.TITLES:
+        raise DatalensError(f"--rule is about DP-SGD (tables 8 to 11 and figure 3): leave it out for {name}")
     if small and name != "dpimagebench":
         raise DatalensError(f"--small is for dpimagebench, which has three large networks: leave it out for {name}")
     if (
@@ -124,7 +128,7 @@ def reproduce(
         return runtime.reproduce(name, full=full, out=out, device=device, data_folder=place, stored=stored)
     if name in dpsgd.TITLES:
         return dpsgd.reproduce(
-            name, full=full, out=out, device=device, stored=stored, only=only, again=again, seeds=seeds
+            name, full=full, out=out, device=device, stored=stored, only=only, again=again, seeds=seeds, rule=rule
         )
     if name == "dpimagebench":
         return dpimagebench.reproduce(

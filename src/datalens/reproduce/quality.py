@@ -180,7 +180,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        cost = "not run" if r["ours"] is None else "—" if r["column"] == "Real data" else show_cost(r)
+        cost = "not run: needs a GPU" if r["ours"] is None else "—" if r["column"] == "Real data" else show_cost(r)
         spread = (f" ± {r['std']:.2f}" if r["std"] else "") + show_marks(r)
         difference = "—" if r["difference"] is None else f"{r['difference']:+.2f}"
         lines.append(

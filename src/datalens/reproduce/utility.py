@@ -109,10 +109,12 @@ def scoring(full: bool) -> Scoring:
 def rows(cells: list[Cell], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one flat line for each method on each data set at each ε, over the seeds that were run."""
     lines = dict.fromkeys((cell.row, cell.column) for cell in cells)
-    return [
-        _row(row, column, [results[c.name] for c in cells if (c.row, c.column) == (row, column) and c.name in results])
-        for row, column in lines
-    ]
+    made = []
+    for row, column in lines:
+        mine = [c for c in cells if (c.row, c.column) == (row, column)]
+        found = [results[c.name] for c in mine if c.name in results]
+        made.append(_row(row, column, found) | {"not_run": None if found else mine[0].not_run})
+    return made
 
 
 def _row(row: str, column: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        cost = "not run: its data is not here (--data-folder)" if r["ours"] is None else show_cost(r)
+        cost = r["not_run"] or show_cost(r)
         difference = "—" if r["difference"] is None else f"{r['difference']:+.4f}"
         lines.append(
             f"| {r['row']} | {r['column']} | {show_ours(r)} | {r['seeds'] or '—'} | {show(r['paper'])} | "
