@@ -57,6 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "bounded/count_sketch.py": ("unit/test_compressors.py",),
     "bounded/klevel.py": ("unit/test_compressors.py",),
     "bounded/norm_topk.py": ("unit/test_norm_topk.py", "unit/test_gradient_gate.py", "unit/test_noisy_critic.py"),
+    "bounded/parts.py": ("unit/test_part_sums.py",),
     "bounded/persons.py": ("unit/test_person_gradients.py",),
     "bounded/third_party.py": ("unit/test_third_party.py",),
     "bounded/kernels.py": (
@@ -69,6 +70,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_norm_topk.py::test_whole_rows_give_the_same_sum",
     ),
     "files.py": ("unit/test_files.py",),
+    "private/answers.py": ("unit/test_published.py",),
+    "released/publication.py": ("unit/test_published.py",),
+    "run/publication.py": ("unit/test_published.py",),
     "privacy/journal.py": (
         *("unit/test_journal.py", "unit/test_wholeness.py", "unit/test_folder.py", "unit/test_survivors.py"),
         "unit/test_parts.py::test_the_journal_goes_by_part_and_twins_that_do_not_are_caught",

@@ -91,6 +91,12 @@ def test_it_is_tried_in_the_mode_in_which_it_trains() -> None:
         private(OnlyThen(blended))
 
 
+def test_a_model_that_mixes_in_large_batches_only_is_found_in_a_real_one() -> None:
+    model, _, _ = private(Net(lambda x: x - x.mean(dim=0) if len(x) > 20 else x))
+    with pytest.raises(DatalensError, match="in a batch of 32, its output for one record changed"):
+        model(X)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_model_that_is_called_otherwise_is_tried_when_it_is_first_called(named: bool) -> None:
     """`make_private` can only guess how; with what it is then called, however long the first batches are."""

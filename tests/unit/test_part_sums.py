@@ -91,6 +91,30 @@ def test_sums_beyond_float64_are_exact_and_beyond_int64_refused() -> None:
         join([dataclasses.replace(one, records=2**32) for one in many])
 
 
+def test_the_limit_is_that_of_int64() -> None:
+    row = total([[2**26, 0, 0]], grid=2**26)
+    below = PartSum(total=row, parts=(0,), records=2**37 - 1)
+    assert join([below]).records == 2**37 - 1
+    with pytest.raises(OverflowError, match="int64"):
+        join([dataclasses.replace(below, records=2**37)])
+
+
+def test_only_whole_numbers_of_units_without_numbers_are_joined() -> None:
+    """Sums of reals would depend on their order, and units with numbers on which of them a machine has."""
+    whole_numbers = ONE.total.private_total
+    others = [
+        dataclasses.replace(ONE.total, private_total=whole_numbers.to(torch.float64)),
+        dataclasses.replace(ONE.total, private_total=whole_numbers.to(torch.int32)),
+        dataclasses.replace(ONE.total, units=torch.tensor([0, 1])),
+    ]
+    for other in others:
+        one = dataclasses.replace(ONE, total=other)
+        with pytest.raises(ValueError, match="whole numbers, in int64, of units without numbers"):
+            join([one])
+        with pytest.raises(ValueError, match="whole numbers, in int64, of units without numbers"):
+            whole(one, like=EMPTY, parts=1, records=2)
+
+
 def test_a_total_is_not_shown() -> None:
     assert "tensor" not in repr(join([ONE, TWO])) and "records" not in repr(ONE)
 

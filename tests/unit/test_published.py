@@ -1,5 +1,6 @@
 """The published table: one cell a unit, charged before its noise, and intervals that hold what they say."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
-from datalens.data.records import Dataset
+from datalens.data.records import Dataset, id_key
 from datalens.data.schema import PERSON, Schema
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.privacy.events import DiscreteGaussianEvent, LaplaceEvent
@@ -18,7 +19,7 @@ from datalens.privacy.mechanisms import LaplaceVote
 from datalens.privacy.noise import Held, LaplaceNoise
 from datalens.privacy.released import Released
 from datalens.privacy.reserve import price
-from datalens.private.answers import answers, ballots_of, in_both, units_of
+from datalens.private.answers import answers, ballots_of, in_both, person_keys, units_of
 from datalens.private.moments import RecordRows
 from datalens.private.pool import Pool
 from datalens.public.basis import make_basis
@@ -124,6 +125,19 @@ def test_units_in_both_are_found_by_pixels_and_by_ids() -> None:
     others = held_out(4, schema=PERSONS, ids=["x", "y", "y", "z"])
     assert in_both(persons, units_of(others)[0]) == 5
     assert in_both(others, units_of(persons)[0]) == 1
+
+
+def test_persons_are_the_same_however_their_ids_come() -> None:
+    """As text with white space around it, or as keys that `records.collect` has made."""
+    persons = held_out(4, schema=PERSONS, ids=[" x", "x ", "y", "id:x"])
+    x, y, odd = id_key("x"), id_key("y"), id_key("id:x")
+    assert person_keys(persons) == [x, x, y, odd]
+    collected = dataclasses.replace(persons, ids=np.array([x, x, y, odd], object))
+    assert person_keys(collected) == [x, x, y, odd]
+    assert len(ballots_of(persons)) == len(ballots_of(collected)) == 3
+    assert in_both(collected, units_of(persons)[0]) == 4
+    mixed = dataclasses.replace(persons, ids=np.array([b"id:x", b"x", b"y", b"z"], object))
+    assert person_keys(mixed) == [odd, x, y, id_key("z")]
 
 
 def test_the_fingerprints_are_those_of_runs() -> None:

@@ -77,7 +77,7 @@ def test_folders_in_use_and_in_doubt_are_left(temporary: Path, monkeypatch: pyte
 
 
 def test_a_killed_fit_leaves_nothing_for_long(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, labels = np.zeros((12, 4, 4), np.uint8), np.arange(12) % 2
+    images, labels = np.zeros((12, 8, 8), np.uint8), np.arange(12) % 2
 
     def fit() -> None:
         DataLens(nominal_size=12, classes=[0, 1]).fit(images, labels)

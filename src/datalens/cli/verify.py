@@ -31,6 +31,7 @@ class Verify:
         from datalens.privacy.ledger import json_number, upwards
         from datalens.released import publication
         from datalens.released.certificate import LEDGER
+        from datalens.released.synthetic import NEARLY
         from datalens.released.verification import check_release
 
         release = release_of(self.run)
@@ -92,7 +93,10 @@ class Verify:
         lines.append(f"  {verification.events} events, spent {spent} of a budget of {upwards(budget.epsilon)}.{stamp}")
         lines.append(f"  The privacy unit is {verification.unit}.")
         if self.samples is not None and not problems:
-            lines.append(f"  {self.samples} is what its generator draws.")
+            lines.append(
+                f"  {self.samples} is what its generator draws (up to {NEARLY:g} of 255 levels in the mean of an image, "
+                "by which machines differ)."
+            )
         if published is not None and not problems:
             lines += [f"  {line}." for line in publication.said(published)]
         lines.append(f"  Signature: {signature}.")

@@ -3,8 +3,8 @@
 One row of a batch is changed, or left out, and all other rows of the output must stay the same. The price of DP-SGD is
 for a sum of rows, each computed from one record. If a model subtracts the mean of its batch, or a collate function
 blends records, every row depends on all records, and one record moves the sum further than is charged for. A trial
-looks at a few rows: it finds such code where it runs, and is no proof that there is none. Nothing of a trial is
-released.
+looks at a few rows, and once at all of a batch: it finds such code where it runs, and is no proof that there is none.
+Nothing of a trial is released.
 
 A layer's gradients are separated by the first dimension of what goes into it. If that is time, say, each row is of one
 moment of all records, and as long as there are as many moments as records, nothing else looks wrong. So a trial also
@@ -64,11 +64,11 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
     rows = min(count, ROWS)
     place = min(PLACE, rows - 1)
 
-    def cut(part: slice, change: bool = False) -> Any:
+    def cut(part: slice, change: bool = False, most: int = rows) -> Any:
         def taken(leaf: Any) -> Any:
             if not _is_row(leaf, count):
                 return leaf
-            selected = leaf.detach()[:rows][part].clone()  # a copy, since a model may write into its input
+            selected = leaf.detach()[:most][part].clone()  # a copy, since a model may write into its input
             if change:
                 selected[place] = _another(selected, place)
             return selected
@@ -82,19 +82,26 @@ def try_model(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any
         with torch.no_grad():
             return model(*given[0], **given[1])
 
+    def everything(change: bool = False) -> Any:
+        return cut(slice(None), change, count)
+
+    tried = rows
     try:
         _check_first_dimensions(model, run, {rows: whole, rows - 1: lambda: cut(slice(1, None))})
         moved = _moved(run, whole, lambda: cut(slice(None), change=True), rows, place)
+        if not moved and count > rows:  # it may mix in larger batches only
+            tried = count
+            moved = _moved(run, everything, lambda: everything(change=True), count, place, SEEDS[:1])
         if not moved and not _rounds_coarsely(model):
             with _without_dropout(model):
-                moved = _shifted(run, whole, lambda: cut(slice(1, None)), rows, 0)
+                moved, tried = _shifted(run, whole, lambda: cut(slice(1, None)), rows, 0), rows
     except (DatalensError, CannotTell):
         raise
     except Exception as error:  # the model is called in another way, or not with so few rows
         raise CannotTell(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
     if moved:
         raise DatalensError(
-            f"the model mixes records: in a batch of {rows}, its output for one record changed when another "
+            f"the model mixes records: in a batch of {tried}, its output for one record changed when another "
             f"{moved}, so one record would change the rows of all; no layer may combine entries of the first "
             "dimension, or use its length"
         )
@@ -159,13 +166,15 @@ def try_collate(loader: DataLoader[Any]) -> tuple[Any, str]:
 # --- two runs, compared ----------------------------------------------------------------------------------------------
 
 
-def _moved(run: Callable[[Any], Any], whole: Given, other: Given, count: int, place: int) -> str:
+def _moved(
+    run: Callable[[Any], Any], whole: Given, other: Given, count: int, place: int, seeds: tuple[int, ...] = SEEDS
+) -> str:
     """Return what happened, if other rows moved when one row was changed; else "".
 
     Both runs have the same random numbers, and so the same dropout.
     """
     rest = [row for row in range(count) if row != place]
-    for seed in SEEDS:
+    for seed in seeds:
         first, again, changed = (_rows(run, given(), seed, count) for given in (whole, whole, other))
         if _far(first, again, NEAR):
             raise DatalensError(

@@ -33,7 +33,7 @@ def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
     """
     schema, classes = held_out.schema, len(held_out.schema.classes)
     chosen = ballots_of(held_out)
-    cells = np.full(len(chosen), -1, dtype=np.int64)
+    cells = np.empty(len(chosen), dtype=np.int64)
     with bar("held-out images", len(chosen)) as (progress, task):
         for number, index in enumerate(chosen):
             cells[number] = int(held_out.labels[index]) * classes + classify(held_out.images[index])
