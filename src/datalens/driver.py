@@ -86,7 +86,6 @@ def train(
         if run is not None:
             stack.callback(run.close)
         gathered, skipped = world.together(lambda: _gathered(job, method, place))  # before the run exists
-        job = dataclasses.replace(job, records=None)  # not needed any more, and may be large
         data = _whole(gathered, world)
         if not job.begun:
             run = world.together(lambda: _create(options, job, data) if world.leads else None)
@@ -95,6 +94,7 @@ def train(
         if run is not None and skipped:
             _tell_skipped(run, skipped)
         world.together(lambda: _check_folder(options, job, data, wait=world.size > 1))
+        job = dataclasses.replace(job, records=None)  # not needed any more, and may be large
 
         if run is None:
             assert method.follow is not None
@@ -267,10 +267,20 @@ def _check_folder(options: TrainOptions, job: Job, data: Data, *, wait: bool) ->
         time.sleep(0.05)
     if not (options.out / "config.json").is_file():
         raise DatalensError(f"{options.out} is not there: --out must be on a file system that all machines share")
-    if read_config(options.out).get("data_sha256") != f"{data.fingerprint:064x}":
+    begun_with = read_config(options.out).get("data_sha256")
+    if begun_with != f"{data.fingerprint:064x}" and begun_with != _earlier_fingerprint(job, wait=wait):
         raise DatalensError(
             f"{job.options['data']} is not the data {options.out} was begun with: put that back, or start another run"
         )
+
+
+def _earlier_fingerprint(job: Job, *, wait: bool) -> str | None:
+    """Return the fingerprint by which private moments of 0.2.0.dev0 knew the data; None where none was resumed."""
+    from datalens.private.shares import fingerprint_in_order
+
+    if not job.begun or wait or job.settings.makes != "moments":
+        return None
+    return f"{fingerprint_in_order(_records(job)):064x}"
 
 
 # --- on rank 0 --------------------------------------------------------------------------------------------------------

@@ -393,14 +393,16 @@ def test_evaluate_on_another_data_set(datalens, trained, tmp_path):
     def against(words, **changes):
         saved(**changes)(tmp_path / "own.npz")
         found = datalens("evaluate", trained, "--data", tmp_path / "own.npz", "--count", 10, "--epochs", 1)
-        assert words in found.refused()
+        assert words in found.refused(after_start="test_images" not in changes)
+        assert ("all 60 images of" in found.err) == ("test_images" not in changes)
 
     large = np.zeros((60, 9, 9), np.uint8)
-    against("no array test_images")
-    against("they must match", images=large, test_images=large, test_labels=np.zeros(60, int))
-    against("they must match", test_images=large, test_labels=np.zeros(60, int))
+    against("name the same --label, or give the classes these names")
+    larger = {"classes": np.arange(10).astype(str), "test_images": large, "test_labels": np.zeros(60, int)}
+    against("they must match", images=large, **larger)
+    against("they must match", **larger)
     eleven = {"classes": np.arange(11).astype(str), "test_images": arrays()["images"], "test_labels": np.full(60, 10)}
-    against("10 classes", **eleven)
+    against("has the class '10'", **eleven)
 
 
 @pytest.mark.parametrize("name", ["s.npz", "s.parquet", "s"])

@@ -72,11 +72,11 @@ def table(tmp_path_factory):
 
 def test_inspect_lists_all_problems_by_name(broken, datalens):
     found = datalens("inspect", broken, "--json").succeeded().json
-    assert len(found["unreadable"]) == 3 and len(found["no_images"]) == 2
+    assert len(found["unreadable"]) == 4 and len(found["no_images"]) == 1
     shown = datalens("inspect", broken).succeeded().out
     for name in ("leer.png", "text.png", "scan.dcm", "link.png", "Röntgen 000.png"):
         assert name in shown
-    assert "images that cannot be read: 3" in shown and "files that are no images: 2" in shown
+    assert "images that cannot be read: 4" in shown and "files that are no images: 1" in shown
 
 
 def test_unreadable_files_are_refused_or_left_out_and_the_certificate_says_so(broken, tmp_path, datalens):

@@ -20,6 +20,7 @@ from datalens.data.records import collect
 from datalens.data.schema import IMAGE, PERSON
 from datalens.data.studies import draw_studies
 from datalens.errors import DatalensError
+from datalens.evaluate.inspection import inspect
 from tests.unit.test_own_data import keys
 
 RNG = np.random.default_rng(0)
@@ -281,6 +282,23 @@ def test_dicom_files_are_not_skipped(tmp_path):
     folder(tmp_path)
     with pytest.raises(DatalensError, match="--skip-unreadable is for images"):
         opened(tmp_path, label="none", skip_unreadable=True)
+
+
+def test_a_file_that_only_its_name_calls_dicom_is_one_more_unreadable_image(tmp_path):
+    for label in ("no", "yes"):
+        (tmp_path / label).mkdir()
+        for i in range(3):
+            Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / label / f"{i}.png")
+    broken = tmp_path / "no/0.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    stray = tmp_path / "yes/a.dcm"
+    stray.write_bytes(b"DICM")
+    found = inspect(tmp_path, Reading(), nominal_size=6, delta=1e-5, most=None)
+    assert {one.split(" ")[0] for one in found["unreadable"]} == {str(broken), str(stray)}
+    assert len(collect(opened(tmp_path, skip_unreadable=True)).images) == 5
+    stray.write_bytes(bytes(128) + b"DICM")
+    with pytest.raises(DatalensError, match=r"0\.png is no DICOM file, and .*a\.dcm is one"):
+        opened(tmp_path, skip_unreadable=True)
 
 
 def test_other_files_among_dicom_files_and_the_other_way_round(tmp_path):

@@ -365,8 +365,9 @@ def test_a_nominal_size_may_be_declared_for_a_folder(shards: Path) -> None:
 def test_folders_are_for_sets_that_have_them(shards: Path) -> None:
     with pytest.raises(DatalensError, match="digits can: leave it out"):
         formats.open_records("digits", folder=shards)
+    (shards / "x.npz").write_bytes(b"")
     with pytest.raises(DatalensError, match=r"x\.npz is a file, leave it out"):
-        formats.open_records("x.npz", nominal_size=5, folder=shards)
+        formats.open_records(str(shards / "x.npz"), nominal_size=5, folder=shards)
 
 
 def test_some_records_for_the_ceiling(shards: Path) -> None:

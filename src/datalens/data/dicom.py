@@ -67,16 +67,21 @@ _LONG = (b"OB", b"OW", b"OF", b"SQ", b"UT", b"UN")  # value representations with
 def are_dicom(paths: Sequence[str]) -> bool:
     """Return whether these files are DICOM files: all of them, or none.
 
+    Among other images, a file that only its name calls DICOM is one more that cannot be read.
+
     Raises:
         DatalensError: some are and some are not.
     """
     kinds = [is_dicom(path) for path in paths]
-    if any(kinds) and not all(kinds):
-        other, one = paths[kinds.index(False)], paths[kinds.index(True)]
+    if all(kinds):
+        return any(kinds)
+    one = next((path for path, kind in zip(paths, kinds, strict=True) if kind and _has_mark(path)), None)
+    if one is not None:
+        other = paths[kinds.index(False)]
         raise DatalensError(
             f"{other} is no DICOM file, and {one} is one: read them as two data sets, or convert one kind"
         )
-    return any(kinds)
+    return False
 
 
 def is_dicom(path: str) -> bool:
@@ -86,6 +91,10 @@ def is_dicom(path: str) -> bool:
         return True
     if name.endswith((".png", ".jpg", ".jpeg", ".webp")):
         return False
+    return _has_mark(path)
+
+
+def _has_mark(path: str) -> bool:
     return first_bytes(path, MARK_AT + len(MARK))[MARK_AT:] == MARK
 
 
