@@ -94,8 +94,8 @@ class Verify:
         lines.append(f"  The privacy unit is {verification.unit}.")
         if self.samples is not None and not problems:
             lines.append(
-                f"  {self.samples} is what its generator draws (up to {NEARLY:g} of 255 levels in the mean of an image, "
-                "by which machines differ)."
+                f"  {self.samples} is what its generator draws (up to {NEARLY:g} of 255 levels in the mean of an "
+                "image, by which machines differ)."
             )
         if published is not None and not problems:
             lines += [f"  {line}." for line in publication.said(published)]
