@@ -79,6 +79,27 @@ def test_inspect_lists_all_problems_by_name(broken, datalens):
     assert "images that cannot be read: 4" in shown and "files that are no images: 1" in shown
 
 
+def test_inspect_looks_at_test_images_too_and_says_what_skipping_leaves(tmp_path, datalens):
+    for i in range(40):
+        folder = tmp_path / "scans" / ("test" if i < 8 else "train") / CLASSES[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(drawn(i % 2, 1, i)[0]).save(folder / f"{i}.png")
+    root, one = tmp_path / "scans", CLASSES[0]
+    whole = (root / "train" / one / "8.png").read_bytes()
+    (root / "train" / one / "half.png").write_bytes(whole[: len(whole) // 2])
+    (root / "test" / one / "half.png").write_bytes(whole[: len(whole) // 2])
+    (root / "test" / one / "seen.png").write_bytes(whole)
+    (root / "train" / one / "scan.dcm").write_bytes(bytes(128) + b"DICM")
+    Image.open(root / "train" / one / "8.png").resize((20, 16)).save(root / "train" / one / "odd.png")
+    found = datalens("inspect", root, "--json").succeeded().json
+    assert len(found["unreadable"]) == 3 and "/test/" in found["unreadable"][2]
+    assert len(found["in_both"]) == 1 and "seen.png" in found["in_both"][0]
+    assert len(found["mixed"]) == 1 and "odd.png (16x20)" in found["mixed"][0]
+    assert found["classes"][one] == 19 and found["test_images"] == 9
+    left = datalens("inspect", root, "--skip-unreadable", "--json").succeeded().json
+    assert left["classes"][one] == 17 and left["records"] == 33 and len(left["unreadable"]) == 3
+
+
 def test_unreadable_files_are_refused_or_left_out_and_the_certificate_says_so(broken, tmp_path, datalens):
     out = tmp_path / "run"
     refusal = datalens("train", "--data", broken, *TRAIN, "--out", out).refused()

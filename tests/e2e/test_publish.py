@@ -215,6 +215,34 @@ def test_no_room_in_the_budget_charges_nothing(own: Path, datalens: Call) -> Non
     assert datalens("budget", own / "others", "--json").json["epsilon_reserved"] == pytest.approx(0.6, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--epsilon", "0.1"), "--epsilon belongs to --publish"),
+        (("--plan",), "--plan belongs to --publish"),
+        (("--publish", "--epsilon", "0.1", "--quick"), "--quick is not for --publish"),
+        (("--publish", "--epsilon", "0.1", "--seeds", "2"), "--seeds is not for --publish"),
+        (("--publish", "--epsilon", "0.1", "--classifier", "all"), "lets one classifier answer"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    place: Path, datalens: Call, options: tuple[str, ...], words: str
+) -> None:
+    assert words in datalens("evaluate", place / "run", "--data", place / "data.npz", *options).refused()
+
+
+def test_a_round_number_of_records_is_not_taken_for_theirs(own: Path, datalens: Call) -> None:
+    """There are 597: with 400 in its place, 80 % right would be published as all right."""
+    run, data = own / "run", own / "data.npz"
+    options = ("--publish", "--epsilon", "0.4", *OPTIONS[3:], "--held-out", "400", "--json")
+    found = datalens("evaluate", run, "--data", data, *options).succeeded().json
+    table = np.array(found["table"])
+    assert not found["asked"]["exact"] and not found["asked"]["read_off"]
+    assert found["figures"]["accuracy"] == pytest.approx(np.trace(table) / table.sum(), abs=1e-4)
+    assert datalens("verify", run, "--json").succeeded().json["ok"]
+    assert "about 400 held-out records" in (run / "release" / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_plan_says_of_what_use_it_is(own: Path, datalens: Call) -> None:
     run, data = own / "run", own / "data.npz"
     found = datalens("evaluate", run, "--data", data, *OPTIONS, "--plan", "--json").succeeded().json

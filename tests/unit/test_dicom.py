@@ -298,7 +298,10 @@ def test_a_file_that_only_its_name_calls_dicom_is_one_more_unreadable_image(tmp_
     assert len(collect(opened(tmp_path, skip_unreadable=True)).images) == 5
     stray.write_bytes(bytes(128) + b"DICM")
     with pytest.raises(DatalensError, match=r"0\.png is no DICOM file, and .*a\.dcm is one"):
-        opened(tmp_path, skip_unreadable=True)
+        opened(tmp_path)
+    found = inspect(tmp_path, Reading(), nominal_size=6, delta=1e-5, most=None)
+    assert {one.split(" ")[0] for one in found["unreadable"]} == {str(broken), str(stray)}
+    assert len(collect(opened(tmp_path, skip_unreadable=True)).images) == 5
 
 
 def test_other_files_among_dicom_files_and_the_other_way_round(tmp_path):

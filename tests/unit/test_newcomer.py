@@ -18,6 +18,7 @@ from datalens.evaluate.utility import majority_share, smaller, verdict
 from datalens.methods import moments
 from datalens.plans.guidance import belief, grade, worth
 from datalens.plans.registry import make_plan
+from datalens.released import drawing
 from datalens.released.report import suspicions
 
 FACTS = {"name": "x", "height": 16, "width": 16, "channels": 1, "classes": ("a", "b"), "nominal_size": 3000}
@@ -269,6 +270,22 @@ def test_without_a_terminal_there_are_lines_instead_of_silence(monkeypatch):
     monkeypatch.setattr(progress, "say", lambda line: heard.set())
     with progress.told(lambda seconds: "still at it"):
         assert heard.wait(60)
+
+
+def test_the_time_of_sampling_does_not_count_the_slow_first_images(monkeypatch):
+    clock, said = [0.0], []
+
+    class Slow:
+        def images(self, labels, random):
+            clock[0] += 20.0 if clock[0] == 0 else 0.001 * len(labels)
+            return torch.zeros(len(labels))
+
+    monkeypatch.setattr(drawing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(drawing, "say", said.append)
+    drawing._say_how_long(Slow(), torch.zeros(1000, dtype=torch.int64))
+    assert said == []
+    drawing._say_how_long(Slow(), torch.zeros(20_000, dtype=torch.int64))
+    assert said == ["sampling 20000 images takes about 20 s, by 64 timed ones"]
 
 
 def test_a_quick_look_is_at_smaller_images():

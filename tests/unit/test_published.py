@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
+from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset, id_key
 from datalens.data.schema import PERSON, Schema
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
+from datalens.evaluate import publish
 from datalens.privacy.events import DiscreteGaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import LaplaceVote
@@ -293,6 +296,36 @@ def test_noise_that_drowns_the_table_is_called_of_little_use() -> None:
     assert found.verdict.startswith("of little use") and found.classes[2] is None
 
 
+def test_the_interval_holds_where_the_number_of_records_is_not_known() -> None:
+    """The twin takes a round figure for the number: of 60 records, 80 were declared."""
+    drawn, hits, twin = np.random.default_rng(3), 0, 0
+    for _ in range(100):
+        right = int(drawn.binomial(60, 0.8))
+        geometric = drawn.geometric(1 - math.exp(-0.5), (2, 2, 2))
+        table = np.array([[right - right // 2, 60 - right], [0, right // 2]]) + geometric[0] - geometric[1]
+        found = accuracy.figures(table.tolist(), scale=2.0, records=80, exact=False)
+        hits += found.low <= 0.8 <= found.high
+        declared = accuracy.figures(table.tolist(), scale=2.0, records=80)
+        twin += declared.low <= 0.8 <= declared.high
+    assert hits >= 95 and twin < 70
+
+
+def test_a_number_that_is_estimated_costs_width() -> None:
+    exact, estimated = (accuracy.expected(4, 1000, scale=10.0, exact=exact) for exact in (True, False))
+    assert estimated[0] > exact[0] and 2 * exact[1] < 2 * estimated[1] < 6 * exact[1]
+
+
+def test_ids_of_another_column_are_not_compared() -> None:
+    run = SimpleNamespace(schema=PERSONS, config={"options": {"data": "held.csv", "record_id": "patient"}})
+    facts: dict[str, Any] = {"epsilon": 0.1, "delta": 1e-5, "data": "held.csv", "folder": None}
+    records = held_out(4, schema=PERSONS, ids=["A", "B", "C", "C"])
+    wish = publish.Wish(**facts, reading=Reading(record_id="ward"))
+    with pytest.raises(DatalensError, match="--record-id is not that of training"):
+        publish.find_overlap(run, records, wish)  # type: ignore[arg-type]
+    said = publish.Wish(**facts, reading=Reading(record_id="ward"), overlap="none")
+    assert publish.find_overlap(run, records, said) == ("none", "word")  # type: ignore[arg-type]
+
+
 def test_what_a_budget_gives() -> None:
     noise, half = accuracy.expected(10, 10_000, scale=10.0)
     assert noise < 0.01 and half < 0.015
@@ -304,8 +337,8 @@ def test_what_a_budget_gives() -> None:
 
 
 ASKED = {
-    "overlap": "none", "known": "word", "held_out": 230, "read_off": True, "classifier": "augmented", "images": 1000,
-    "epochs": 3, "seed": 0,
+    "overlap": "none", "known": "word", "held_out": 230, "read_off": True, "exact": True, "classifier": "augmented",
+    "images": 1000, "epochs": 3, "seed": 0,
 }  # fmt: skip
 TRAINING = Budget(epsilon=1.0, relation="add-remove", **FACTS)
 
@@ -366,6 +399,7 @@ def test_one_changed_fact_is_found(name: str, value: Any) -> None:
         {"asked": {**ASKED, "known": "trust me"}},
         {"asked": {**ASKED, "classifier": "a text to smuggle data in"}},
         {"asked": {**ASKED, "held_out": 0}},
+        {"asked": {**ASKED, "exact": 1}},
         {"asked": {}},
         {"table": None},
     ],

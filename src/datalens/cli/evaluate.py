@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from datalens.data.records import Dataset
 
 
+# Options that only --publish uses, and options that it does not use.
+PUBLISHING = ("epsilon", "delta", "overlap", "held_out", "budget", "plan", "again")
+MEASURING = (
+    *("real_train", "quick", "measures", "seeds", "sizes", "protocol", "small", "features", "splits", "real"),
+    *("judge_epochs", "fresh"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
     """Train classifiers on synthetic images, test them on real ones, and more. For the owner only: not covered by ε."""
@@ -45,7 +53,10 @@ class Evaluate:
     """Number of synthetic images to draw from a run."""
     sizes: tuple[int, ...] = ()
     """Measure accuracy with these numbers of synthetic images, such as 1000 10000 100000; default: with all."""
-    classifier: tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "all"], ...] = ("paper",)
+    classifier: Annotated[
+        tuple[Literal["paper", "augmented", "logistic", "mlp", "resnet", "authors", "all"], ...],
+        arg(help_behavior_hint="(default: paper; with --publish: augmented)"),
+    ] = ()
     """paper: of the paper's size. augmented: with batch norm, trained on slightly shifted and noisy images.
     authors: as in their code, which reports the best epoch on test data: only to compare with the paper."""
     protocol: Literal["ours", "dpimagebench"] = "ours"
@@ -86,13 +97,24 @@ class Evaluate:
 
     def __call__(self) -> int:
         if self.publish:
+            self._refuse(MEASURING, "{} is not for --publish, which measures nothing else: leave it out")
             return self._publish()
+        self._refuse(PUBLISHING, "{} belongs to --publish: add that, or leave {} out")
         return self._measure()
+
+    def _refuse(self, options: tuple[str, ...], words: str) -> None:
+        """Raise if one of these options was given: it would be ignored."""
+        defaults = {f.name: f.default for f in dataclasses.fields(Evaluate)}
+        for name in options:
+            if getattr(self, name) != defaults[name]:
+                raise DatalensError(words.replace("{}", f"--{name.replace('_', '-')}"))
 
     def _publish(self) -> int:
         from datalens.evaluate import publish
 
-        classifier = "augmented" if self.classifier[0] in ("paper", "all") else self.classifier[0]
+        (classifier, *others) = self.classifier or ("augmented",)
+        if others or classifier == "all":
+            raise DatalensError("--publish lets one classifier answer: name one with --classifier")
         images, epochs = self._size()
         fields, lines = publish.command(
             self.synthetic, self, classifier=classifier, images=images, epochs=epochs, plan_only=self.plan
@@ -108,7 +130,7 @@ class Evaluate:
 
         asked = self._quickly(look.QUICK) if self.quick else self
         names = tuple(measures.KEYS) if "all" in asked.measures else tuple(dict.fromkeys(asked.measures))
-        classifiers = UTILITY if "all" in asked.classifier else tuple(dict.fromkeys(asked.classifier))
+        classifiers = UTILITY if "all" in asked.classifier else tuple(dict.fromkeys(asked.classifier)) or ("paper",)
         device = choose_device(asked.device)
         if min(asked.sizes, default=1) < 1:
             raise DatalensError(f"--sizes must be at least 1, not {min(asked.sizes)}")

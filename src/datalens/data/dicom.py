@@ -64,10 +64,11 @@ _META_BYTES = 2**16  # where the transfer syntax must be stated
 _LONG = (b"OB", b"OW", b"OF", b"SQ", b"UT", b"UN")  # value representations with a length of four bytes
 
 
-def are_dicom(paths: Sequence[str]) -> bool:
+def are_dicom(paths: Sequence[str], *, skip_unreadable: bool = False) -> bool:
     """Return whether these files are DICOM files: all of them, or none.
 
-    Among other images, a file that only its name calls DICOM is one more that cannot be read.
+    Among other images, a file that only its name calls DICOM is one more that cannot be read; with `skip_unreadable`
+    every DICOM file among them is.
 
     Raises:
         DatalensError: some are and some are not.
@@ -76,7 +77,7 @@ def are_dicom(paths: Sequence[str]) -> bool:
     if all(kinds):
         return any(kinds)
     one = next((path for path, kind in zip(paths, kinds, strict=True) if kind and _has_mark(path)), None)
-    if one is not None:
+    if one is not None and not skip_unreadable:
         other = paths[kinds.index(False)]
         raise DatalensError(
             f"{other} is no DICOM file, and {one} is one: read them as two data sets, or convert one kind"

@@ -34,7 +34,9 @@ from datalens.data.schema import Schema
 from datalens.errors import DatalensError, UnreadableImage
 
 CUT_BEFORE = (64, 64)  # the size of the copies of CelebA that are in circulation, from which the square was cut already
-WHAT_TO_DO = "repair it, or leave it out (--skip-unreadable leaves out all such files)"
+WHAT_TO_DO = (
+    "repair it, or leave it out (`datalens inspect` lists all such files, and --skip-unreadable leaves them out)"
+)
 NAMED, OWN = ("JPEG", "PNG"), ("JPEG", "PNG", "WEBP")  # formats that are read
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")

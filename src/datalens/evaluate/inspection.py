@@ -22,10 +22,10 @@ from datalens.data import formats
 from datalens.data.images import WORKERS, Encoded, ImageRecords
 from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
-from datalens.data.pixels import Kind, checked_kind
+from datalens.data.pixels import WHAT_TO_DO, Kind, checked_kind
 from datalens.data.records import Dataset, OnDisk, Records, block_records, draw, person_key
 from datalens.data.schema import IMAGE, PERSON, Schema
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, NoTestImages
 from datalens.options import TrainOptions
 from datalens.plans.base import Settings
 from datalens.plans.guidance import warnings
@@ -35,7 +35,7 @@ from datalens.progress import bar
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
 TINY = 20  # with fewer records, nothing can be learned about a class (see released.moments)
-NAMED = 5  # number of sizes that are listed
+NAMED = 5  # number of sizes, and of images of other sizes, that are listed
 # Kind of problem, as JSON has it → in words.
 PROBLEMS = {
     "no_images": "files that are no images",
@@ -43,6 +43,8 @@ PROBLEMS = {
     "duplicates": "images that are there twice",
     "tiny_classes": "classes that are too small",
     "mixed": "images of different kinds",
+    "no_test": "test images that cannot be used",
+    "in_both": "test images that are among the training images",
 }
 EPSILONS = (1.0, 3.0, 10.0)
 BLOCK = 1024
@@ -77,6 +79,11 @@ def inspect(
     listed = formats.own_images(path, listing)
     classes = reading.shown(listed.classes) if isinstance(listed, Found) else listed.schema.classes
     labels, ids, looks, names = _look(listed, most)
+    test_images, test_looks, test_names, test_facts = _test_images(path, listing, most)
+    both = {look.digest for look in looks if look.digest}
+    if reading.skip_unreadable and len(looks) == len(labels):  # count what `train` will read
+        kept = np.array([look.problem is None for look in looks], dtype=bool)
+        labels, ids = labels[kept], [one for one, kept_ in zip(ids, kept, strict=True) if kept_]
     sizes = Counter(f"{look.kind.height}x{look.kind.width}" for look in looks if look.kind)
     modes = Counter(look.kind.mode for look in looks if look.kind)
     per_class = Counter(dict.fromkeys(classes, 0))
@@ -97,14 +104,23 @@ def inspect(
         "looked_into": len(looks),
         "classes": dict(per_class),
         "persons_of_classes": None if persons is None else dict(units),
-        "test_images": _test_images(path, reading),
+        "test_images": test_images,
         "sizes": dict(sizes.most_common()),
         "modes": dict(modes.most_common()),
         "dicom": _dicom(looks),
         "for": OWNER_ONLY,
     }
-    found |= _problems(looks, names, units, sizes, reading, by_person=whose is not None)
-    found["no_images"] = list(listed.no_images) if isinstance(listed, Found) else []
+    found |= _problems(looks, names, units, reading, by_person=whose is not None)
+    found["mixed"] = _mixed([*looks, *test_looks], [*names, *test_names], reading)
+    found["unreadable"] += [look.problem for look in test_looks if look.problem]
+    found["in_both"] = [
+        f"{name} is a training image, too: nothing can be measured on it"
+        for look, name in zip(test_looks, test_names, strict=True)
+        if look.kind and look.digest in both
+    ]
+    found["no_test"] = test_facts["no_test"]
+    found["no_images"] = [*(listed.no_images if isinstance(listed, Found) else ()), *test_facts["no_images"]]
+    found["left_out"] = reading.skip_unreadable
     found["columns"] = columns_of(path) if reading.label is None or reading.record_id is None else []
     found["suggested"] = suggested(found["columns"], reading)
     found["nominal_size"] = nominal_size or _round(len(labels) if persons is None else persons)
@@ -113,12 +129,25 @@ def inspect(
     return found
 
 
-def _test_images(path: Path, reading: Reading) -> int | None:
-    """Return the number of test images; None: there are none, and `datalens evaluate` cannot run."""
+def _test_images(
+    path: Path, listing: Reading, most: int | None
+) -> tuple[int | None, list[Look], list[str], dict[str, list[str]]]:
+    """Return the number of test images, results and names of the decoded ones, and problems of other kinds.
+
+    The number is None if there are none: `datalens evaluate` cannot run.
+    """
+    facts: dict[str, list[str]] = {"no_test": [], "no_images": []}
     try:
-        return _count(formats.own_images(path, reading, "test"))
-    except (DatalensError, OSError):
-        return None
+        listed = formats.own_images(path, listing, "test")
+        labels, _, looks, names = _look(listed, most, "looking into test images")
+    except NoTestImages:
+        return None, [], [], facts
+    except (DatalensError, OSError) as error:
+        return None, [], [], facts | {"no_test": [str(error)]}
+    facts["no_images"] = list(listed.no_images) if isinstance(listed, Found) else []
+    readable = sum(look.problem is None for look in looks)
+    whole = listing.skip_unreadable and len(looks) == len(labels)
+    return readable if whole else len(labels), looks, names, facts
 
 
 def _count(listed: Found | OnDisk) -> int:
@@ -129,10 +158,12 @@ def _count(listed: Found | OnDisk) -> int:
     return sum(len(some.ids) for some in listed.encoded(BLOCK))
 
 
-def _look(listed: Found | OnDisk, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
+def _look(
+    listed: Found | OnDisk, most: int | None, doing: str = "looking into images"
+) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
     """Return labels and ids of all images, results and names of the decoded ones; everything is read once."""
     if isinstance(listed, OnDisk):
-        return _look_at_arrays(listed.load(), most)
+        return _look_at_arrays(listed.load(), most, doing)
     labels: list[np.ndarray] = [np.zeros(0, np.int64)]
     ids: list[Any] = []
     looks: list[Look] = []
@@ -142,7 +173,7 @@ def _look(listed: Found | OnDisk, most: int | None) -> tuple[np.ndarray, list[An
         chosen = np.zeros(_count(listed), dtype=bool)
         chosen[draw(len(chosen), most, seed=0)] = True
         total = int(chosen.sum())
-    with ThreadPoolExecutor(WORKERS) as pool, bar("looking into images", total) as (progress, task):
+    with ThreadPoolExecutor(WORKERS) as pool, bar(doing, total) as (progress, task):
         for some, start in _numbered(listed.encoded(BLOCK)):
             labels.append(some.labels)
             ids += some.ids
@@ -185,14 +216,16 @@ def _dicom(looks: list[Look]) -> dict[str, int] | None:
     return {"studies": len({one.study for one in found}), "series": len({one.series for one in found})}
 
 
-def _look_at_arrays(listed: Dataset, most: int | None) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
+def _look_at_arrays(
+    listed: Dataset, most: int | None, doing: str
+) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
     """Return the same for arrays, which were checked when they were opened."""
     schema, count = listed.schema, len(listed.images)
     kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
     ids = list(range(count)) if listed.ids is None else listed.ids.tolist()
     chosen = range(min(count, most or count))
     looks, size = [], block_records(schema)
-    with bar("looking into images", len(chosen)) as (progress, task):
+    with bar(doing, len(chosen)) as (progress, task):
         for start in range(0, len(chosen), size):
             part = listed.images[start : min(start + size, len(chosen))]
             looks += [Look(digest=hashlib.sha256(image.tobytes()).digest(), kind=kind, problem=None) for image in part]
@@ -204,7 +237,6 @@ def _problems(
     looks: list[Look],
     names: list[str],
     units: Counter[str],
-    sizes: Counter[str],
     reading: Reading,
     *,
     by_person: bool,
@@ -220,9 +252,23 @@ def _problems(
         for name, count in units.items()
         if count < TINY
     ]
-    mixed = []
+    return {"unreadable": [look.problem for look in looks if look.problem], "duplicates": twice, "tiny_classes": tiny}
+
+
+def _mixed(looks: list[Look], names: list[str], reading: Reading) -> list[str]:
+    """Return problems of images that can be read, but not together."""
+    mixed, images_of = [], dict[str, list[str]]()
+    for look, name in zip(looks, names, strict=True):
+        if look.kind:
+            images_of.setdefault(f"{look.kind.height}x{look.kind.width}", []).append(name)
+    sizes = sorted(images_of, key=lambda size: -len(images_of[size]))
     if len(sizes) > 1 and reading.image_size is None:
-        mixed.append(f"images of {len(sizes)} sizes: choose one with --image-size")
+        others = [f"{name} ({size})" for size in sizes[1:] for name in images_of[size]]
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        mixed.append(
+            f"images of {len(sizes)} sizes: choose one with --image-size. Most are {sizes[0]}; others are "
+            f"{', '.join(others[:NAMED])}{more}"
+        )
     modes = {look.kind.mode for look in looks if look.kind}
     if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
         mixed.append("grey and colour images: the first one decides, and must be colour; or use --grayscale")
@@ -233,12 +279,7 @@ def _problems(
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
         mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")
-    return {
-        "unreadable": [look.problem for look in looks if look.problem],
-        "duplicates": twice,
-        "tiny_classes": tiny,
-        "mixed": mixed,
-    }
+    return mixed
 
 
 def _plans(
@@ -455,9 +496,13 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
     problems = {words: found[name] for name, words in PROBLEMS.items() if found[name]}
     for words, listed in problems.items():
-        output += [f"problem: {words}: {len(listed)}", *(f"  {one}" for one in listed)]
+        output += [f"problem: {words}: {len(listed)}", *(f"  {one.removesuffix(f': {WHAT_TO_DO}')}" for one in listed)]
     if found["unreadable"] or found["no_images"]:
-        output.append("--skip-unreadable, with `train` and `evaluate`, leaves out what cannot be read as an image")
+        output.append(
+            "--skip-unreadable leaves these out: they are not among the numbers above"
+            if found["left_out"]
+            else "--skip-unreadable, with every command that reads the data, leaves out what cannot be read as an image"
+        )
     if not problems and not found["suggested"]:
         output.append("no problem found")
     size = found["nominal_size"]

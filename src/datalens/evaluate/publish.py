@@ -53,7 +53,7 @@ class Wish:
         data, folder, reading: where the held-out records were read from.
         overlap: whether some of them may have been trained on; "find-out": see `find_overlap`.
         budget: folder of the budget that the held-out records belong to, if it is not the run's.
-        held_out: declared number of held-out records; None: as many as there are.
+        held_out: about how many held-out records there are; None: their number is published.
         again: charge once more, after an interruption lost a table, or for another one.
     """
 
@@ -74,7 +74,9 @@ class Wish:
 # --- what to expect ---------------------------------------------------------------------------------------------------
 
 
-def plan(classes: int, records: int, *, epsilon: float, relation: str) -> tuple[dict[str, Any], list[str]]:
+def plan(
+    classes: int, records: int, *, epsilon: float, relation: str, exact: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """Return which interval a budget gives, as JSON fields and as lines of text. It reads no record.
 
     Args:
@@ -82,14 +84,20 @@ def plan(classes: int, records: int, *, epsilon: float, relation: str) -> tuple[
         records: declared number of held-out records.
         epsilon: budget of the table.
         relation: neighbouring relation of the run.
+        exact: whether that number is exact; if not, it is estimated from the table, too.
     """
     scale = scale_for(epsilon, 1 if relation == "add-remove" else 2)
-    noise, whole = expected(classes, records, scale=scale)
+    noise, whole = expected(classes, records, scale=scale, exact=exact)
     fields = {"held_out": records, "classes": classes, "epsilon": epsilon, "noise": noise, "half_width": whole}
     text = (
-        f"{records} held-out records, {classes} classes, ε = {epsilon:g}: an accuracy near 80 % gets an interval of "
+        f"{'' if exact else 'about '}{records} held-out records, {classes} classes, ε = {epsilon:g}: an accuracy near "
+        f"80 % gets an interval of "
         f"± {100 * whole:.1f} points, of which the noise alone makes ± {100 * noise:.1f} (95 %)"
     )
+    if not exact:
+        text += (
+            ". Their number is estimated from the table: without --held-out it is published, and the interval smaller"
+        )
     if whole > USEFUL:
         text += "; that is of little use: hold out more records, or raise --epsilon"
     return {**fields, "useful": whole <= USEFUL}, [text]
@@ -125,7 +133,8 @@ def command(
     if plan_only:
         records = options.held_out or len(ballots_of(held_out()))
         classes = len(config["schema"]["classes"])
-        return plan(classes, records, epsilon=options.epsilon, relation=budget.relation)
+        exact = options.held_out is None
+        return plan(classes, records, epsilon=options.epsilon, relation=budget.relation, exact=exact)
     wish = Wish(
         epsilon=options.epsilon,
         delta=budget.delta if options.delta is None else options.delta,
@@ -397,6 +406,7 @@ def _asked(run: Run, held_out: Dataset, wish: Wish) -> Asked:
         known=known,
         held_out=wish.held_out or len(ballots_of(held_out)),
         read_off=not declared and run.ledger.budget.relation == "add-remove",
+        exact=wish.held_out is None,
         classifier="released" if released else wish.classifier,
         images=0 if released else wish.images,
         epochs=0 if released else wish.epochs,
@@ -410,7 +420,7 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
     | the data | answer |
     |---|---|
     | a named data set that the run was trained on | its splits have no record in common |
-    | the training data are at hand, unchanged | images (ids of persons) are compared |
+    | the training data are at hand, unchanged | images (ids of persons, if from the same column) are compared |
     | anything else | the owner has to say: --overlap none, or some |
 
     Raises:
@@ -422,13 +432,15 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
     given = wish.folder is not None or options.get("data_folder")  # files that the owner has put there
     if not formats.is_own(wish.data) and wish.data == options["data"] and not given:
         return "none", "split"
-    units = _training_units(run)
+    same_ids = not run.schema.by_person or wish.reading.record_id == options.get("record_id")
+    units = _training_units(run) if same_ids else None
     if units is None:
         if wish.overlap == "none":
             return "none", "word"
         raise DatalensError(
-            "whether any of these records was trained on cannot be found out, since the training data are not at hand: "
-            "say --overlap none, or --overlap some (their two costs are then added up)"
+            "whether any of these records was trained on cannot be found out, since "
+            + ("the training data are not at hand" if same_ids else "--record-id is not that of training")
+            + ": say --overlap none, or --overlap some (their two costs are then added up)"
         )
     if common := in_both(held_out, units):
         raise DatalensError(

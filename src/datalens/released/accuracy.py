@@ -51,34 +51,39 @@ class Figures:
         return "no better than always guessing the largest class, as far as this interval can tell"
 
 
-def figures(table: Sequence[Sequence[int]], *, scale: float, records: int) -> Figures:
+def figures(table: Sequence[Sequence[int]], *, scale: float, records: int, exact: bool = True) -> Figures:
     """Return what a noisy table says.
 
     Args:
         table: Noisy counts, [classes, classes]: true class, guessed class.
         scale: Scale of the discrete Laplace noise on every cell.
         records: The declared number of held-out records.
+        exact: Whether that is how many there are. If it is a round figure, the number is estimated from the table.
     """
     counts = np.array(table, dtype=np.float64)
     classes = len(counts)
     right, sizes = float(np.trace(counts)), counts.sum(axis=1)
-    noise = _noise_interval(classes, scale) / records
-    low, high = interval(right, records, cells=classes, scale=scale)
-    largest = float(sizes.max()) / records
+    noise, largest = _noise_interval(classes, scale), float(sizes.max())
+    if exact:
+        few = many = number = float(records)
+        low, high = interval(right, records, cells=classes, scale=scale)
+    else:
+        number = max(float(counts.sum()), 1.0)
+        few, many, low, high = _of_unknown_number(right, number, classes, scale)
     return Figures(
-        accuracy=_fraction(right / records),
+        accuracy=_fraction(right / number),
         low=_fraction(low),
         high=_fraction(high),
-        noise=round(noise, 4),
-        majority=_fraction(largest),
-        majority_low=_fraction(largest - noise),
-        majority_high=_fraction(largest + noise),
+        noise=round(min((noise + right / number * (many - number)) / number, 1.0), 4),
+        majority=_fraction(largest / number),
+        majority_low=_fraction((largest - noise) / many),
+        majority_high=_fraction((largest + noise) / few),
         classes=tuple(_of_class(float(counts[i, i]), float(sizes[i]), classes, scale) for i in range(classes)),
     )
 
 
-def interval(right: float, records: int, *, cells: int, scale: float) -> tuple[float, float]:
-    """Return an interval for the chance p of a right answer: it holds p in at least `SURE` of all cases.
+def interval(right: float, records: int, *, cells: int, scale: float, sure: float = SURE) -> tuple[float, float]:
+    """Return an interval for the chance p of a right answer: it holds p in at least `sure` of all cases.
 
     Clopper and Pearson's interval for the law of what was seen: a binomial number plus the noise of `cells` cells. It
     includes both the noise and the chance of which records are held out.
@@ -88,9 +93,10 @@ def interval(right: float, records: int, *, cells: int, scale: float) -> tuple[f
         records: Number of answers.
         cells: Number of cells that were added up.
         scale: Scale of the noise on each.
+        sure: How often it must hold p.
     """
     noise, law = _noise_law(cells, scale)
-    tail = (1 - SURE) / 2
+    tail = (1 - sure) / 2
 
     def at_least(p: float) -> float:  # P[binomial + noise >= right], which rises with p
         return float(law @ binom.sf(np.ceil(right - noise) - 1, records, p))
@@ -103,7 +109,9 @@ def interval(right: float, records: int, *, cells: int, scale: float) -> tuple[f
     return min(low, 1.0), min(high, 1.0)
 
 
-def expected(classes: int, records: int, *, scale: float, accuracy: float = 0.8) -> tuple[float, float]:
+def expected(
+    classes: int, records: int, *, scale: float, accuracy: float = 0.8, exact: bool = True
+) -> tuple[float, float]:
     """Return half the widths to expect of intervals: for the noise alone, and with the chance of the sample.
 
     Args:
@@ -111,9 +119,33 @@ def expected(classes: int, records: int, *, scale: float, accuracy: float = 0.8)
         records: The declared number of held-out records.
         scale: Scale of the noise.
         accuracy: The accuracy to expect it for.
+        exact: Whether the number of records is exact (`figures`).
     """
-    low, high = interval(round(accuracy * records), records, cells=classes, scale=scale)
-    return _noise_interval(classes, scale) / records, (high - low) / 2
+    right, noise = round(accuracy * records), _noise_interval(classes, scale)
+    if exact:
+        low, high = interval(right, records, cells=classes, scale=scale)
+        return noise / records, (high - low) / 2
+    _, many, low, high = _of_unknown_number(right, records, classes, scale)
+    return min((noise + accuracy * (many - records)) / records, 1.0), (high - low) / 2
+
+
+def _of_unknown_number(right: float, number: float, classes: int, scale: float) -> tuple[float, float, float, float]:
+    """Return the ends of an interval for the number of records, and of one for the chance of a right answer.
+
+    Half of the 5 % is for the number, and half for the chance, at the least favourable number of that interval.
+
+    Args:
+        right: Noisy number of right answers.
+        number: Noisy number of records: the sum of all cells.
+        classes: Number of classes.
+        scale: Scale of the noise on each cell.
+    """
+    sure = (1 + SURE) / 2
+    reach = _noise_interval(classes**2, scale, sure=sure)
+    few, many = max(number - reach, 1.0), max(number + reach, 1.0)
+    low, _ = interval(right, math.ceil(many), cells=classes, scale=scale, sure=sure)
+    _, high = interval(right, math.floor(few), cells=classes, scale=scale, sure=sure)
+    return few, many, low, high
 
 
 def _of_class(right: float, size: float, classes: int, scale: float) -> tuple[float, float, float] | None:
@@ -138,11 +170,11 @@ def _variance(scale: float) -> float:
     return 0.5 / math.sinh(0.5 / scale) ** 2 if scale > 1e-3 else 0.0
 
 
-def _noise_interval(cells: int, scale: float) -> float:
-    """Return the number that the noise of so many cells exceeds, in magnitude, in at most 1 − `SURE` of all cases."""
+def _noise_interval(cells: int, scale: float, *, sure: float = SURE) -> float:
+    """Return the number that the noise of so many cells exceeds, in magnitude, in at most 1 − `sure` of all cases."""
     noise, law = _noise_law(cells, scale)
     within = np.cumsum(law[noise >= 0]) * 2 - law[noise == 0].sum()
-    return float(np.searchsorted(within, SURE))
+    return float(np.searchsorted(within, sure))
 
 
 def _noise_law(cells: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

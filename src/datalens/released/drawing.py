@@ -65,13 +65,15 @@ def draw(
     return torch.cat(parts).numpy(), labels.numpy()
 
 
-TIMED, TIMED_FROM = 32, 500  # images that are timed, and from how many on it is worth it
+TIMED, TIMED_FROM = 64, 500  # images that are timed, and from how many on it is worth it
+WARM = 8  # images that are drawn before: the first ones take many times as long
 
 
 def _say_how_long(generator: AnyGenerator, labels: torch.Tensor) -> None:
     """Say how long drawing takes if that is long, from a timed part, whose images are thrown away."""
-    began = time.monotonic()
     with torch.no_grad():
+        generator.images(labels[:WARM], streams.generator(0, "timed")).cpu()
+        began = time.monotonic()
         generator.images(labels[:TIMED], streams.generator(0, "timed")).cpu()
     seconds = (time.monotonic() - began) * len(labels) / TIMED
     if seconds > LONG:

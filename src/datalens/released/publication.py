@@ -42,6 +42,7 @@ class Asked:
         known: a key of `KNOWN`.
         held_out: declared number of held-out records (persons).
         read_off: whether that number was read off the data.
+        exact: whether it is how many there are, and not a round figure.
         classifier: who answered: a classifier trained on synthetic images, or "released", the model itself.
         images, epochs, seed: of its training; 0 for "released".
     """
@@ -50,6 +51,7 @@ class Asked:
     known: str
     held_out: int
     read_off: bool
+    exact: bool
     classifier: str
     images: int
     epochs: int
@@ -59,7 +61,8 @@ class Asked:
         """Raise unless the values are such as datalens writes."""
         numbers = (self.held_out, self.images, self.epochs, self.seed)
         usable = all(type(number) is int and 0 <= number <= LARGEST_NUMBER for number in numbers)
-        usable = usable and self.overlap in get_args(Overlap) and self.known in KNOWN and type(self.read_off) is bool
+        usable = usable and self.overlap in get_args(Overlap) and self.known in KNOWN
+        usable = usable and type(self.read_off) is bool and type(self.exact) is bool
         if not usable or self.held_out < 1 or self.classifier not in CLASSIFIERS:
             raise TamperedError("the published accuracy states something that datalens does not write")
 
@@ -89,7 +92,7 @@ class Publication:
 
     def figures(self) -> Figures:
         """Return accuracy, baseline and accuracy by class, with intervals."""
-        return figures(self.table, scale=self.scale, records=self.asked.held_out)
+        return figures(self.table, scale=self.scale, records=self.asked.held_out, exact=self.asked.exact)
 
     def paid(self, training: Budget) -> list[list[Any]]:
         """Return who pays what: pairs (ε, δ) for a record in each position.
@@ -248,6 +251,11 @@ def figures_of(fields: dict[str, Any]) -> Figures:
     return Figures(**found)
 
 
+def number_of(fields: dict[str, Any]) -> str:
+    """Return the declared number of held-out records as text."""
+    return ("" if fields["asked"]["exact"] else "about ") + str(fields["asked"]["held_out"])
+
+
 def said(fields: dict[str, Any]) -> list[str]:
     """Return the published accuracy of a certificate as lines of text."""
     f = figures_of(fields)
@@ -255,7 +263,7 @@ def said(fields: dict[str, Any]) -> list[str]:
     terms = Budget(**fields["budget"], relation=fields["relation"], accountant=fields["accountant"])
     return [
         f"published accuracy {f.accuracy:.4f} (95 %: {f.low:.4f} to {f.high:.4f}, with the noise and the chance of the "
-        f"sample) on {fields['asked']['held_out']} held-out {units}, by {fields['answered_by']}",
+        f"sample) on {number_of(fields)} held-out {units}, by {fields['answered_by']}",
         f"always guessing the largest class: {f.majority:.4f} (noise: {f.majority_low:.4f} to {f.majority_high:.4f})",
         f"verdict: {f.verdict}",
         f"covered: each of these {units} pays {terms.describe(terms.epsilon)}",

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from datalens.data.schema import Schema
+from datalens.data.schema import PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.pages import FORMAT, charts, render, sealed
 from datalens.plans.base import Settings
@@ -28,7 +28,7 @@ from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
 from datalens.released.moments import MomentModel
-from datalens.released.publication import FIELD, figures_of
+from datalens.released.publication import FIELD, figures_of, number_of
 from datalens.released.weights import load_generator
 
 CONTENTS = (
@@ -205,7 +205,8 @@ def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
     if FIELD not in c:
         return None
     fields = c[FIELD]
-    found, asked = fields["figures"], fields["asked"]
+    found = fields["figures"]
+    unit = "persons" if fields["privacy_unit"] == f"one {PERSON}" else "records"
     by_class = [
         (name, None, "too few records to tell")
         if one is None
@@ -218,7 +219,7 @@ def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
         "majority": percent(found["majority"]),
         "verdict": figures_of(fields).verdict,
         "by": fields["answered_by"],
-        "held_out": asked["held_out"],
+        "held_out": f"{number_of(fields)} held-out {unit}",
         "classes": by_class,
     }
 

@@ -61,7 +61,7 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
         )
     names = [name.split("/")[0] for name in files] if labelled else [ALL] * len(files)
     declared = reading.named_classes() if labelled else None
-    dicom = are_dicom([os.path.join(root, name) for name in files])
+    dicom = are_dicom([os.path.join(root, name) for name in files], skip_unreadable=reading.skip_unreadable)
     if dicom and labelled and declared is None:
         raise DatalensError(
             f"{root} has folders of DICOM files, which are often patients or studies, and names of classes are "

@@ -58,7 +58,7 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
     member = _members(path, rows, split, has_splits=SPLIT in columns and SPLIT not in label)
     files = [rows[i][file_column].strip() for i in member]
     paths = [os.path.join(path.parent, name) for name in files]
-    dicom = are_dicom(paths)
+    dicom = are_dicom(paths, skip_unreadable=reading.skip_unreadable)
     by_patient = says_whose(reading, dicom=dicom, where=path)
     ids = files if record_id is None else [rows[i][record_id] for i in member]
     listed = Files(paths=paths, labels=labels[member], ids=None if by_patient else ids)
