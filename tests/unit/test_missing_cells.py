@@ -161,3 +161,14 @@ def test_our_default_is_counted_beside_the_papers_own_method() -> None:
     ]
     assert [shortfalls._line("table12", "x", [row])["most"] for row in found] == [1.0, 5.0]
     assert "photographs" in shortfalls.why("table3", "datalens (ours), beside DataLens (IS)")
+
+
+def test_no_cell_of_a_table_has_a_threshold_above_unanimity() -> None:
+    """β follows σ/N where N or the compressor is changed and β is not: those cells state the preset's."""
+    for name in ("utility", "table4", "table5", "table7", "projection", "steps"):
+        for cell in harness.tables()[name].cells(True):
+            options = cell.options or {}
+            changed = {"teachers", "sigma", "compress", "steps"} & options.keys()
+            if changed and options.get("method") == "datalens-paper":
+                settings = settings_of(cell)
+                assert settings.decode != "threshold" or settings.beta <= 1, cell.name

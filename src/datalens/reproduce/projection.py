@@ -56,9 +56,10 @@ def cells(full: bool) -> list[Cell]:
 def note(full: bool) -> str:
     return (
         f"{said(full)} `random projection`: signs of k random directions of the pixels, as long as k signs of "
-        "the largest, so that σ, ε and steps are equal. `projection of pixels`: G-PATE with compact teachers on "
-        "pixels, as it is published; otherwise it projects cosines here. GS-WGAN: 20,000 steps as printed, with the "
-        "noise of its code (true ε: 347), and without any; printed for both: its accuracy with that noise. δ = 1e-5."
+        "the largest, so that σ, ε and steps are equal. `projection of pixels`: G-PATE's random directions of "
+        "pixels, as published, with our compact teachers and noise; otherwise it projects cosines here. GS-WGAN: "
+        "20,000 steps as printed, with the noise of its code (true ε: 347), and without any; printed for both: its "
+        "accuracy with that noise. δ = 1e-5."
     )
 
 

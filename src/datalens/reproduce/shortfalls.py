@@ -41,7 +41,7 @@ WHY: dict[tuple[str, str], str] = {
     ("table12", "datalens"): "fits moments that matter to classifiers, not photographs; not explained by a run",
     ("", "TopAgg norm"): "learning starts late, and the budget's steps end first at small ε; see dpsgd.md",
     ("", "GM-DP"): "one seed from ε = 0.3 on, two points apart from one another at 0.2; see dpsgd.md",
-    ("", "noise of variance"): "90 steps in which noise does not limit accuracy; see dpsgd.md",
+    ("", "noise of variance"): "the training of table 8 at ε = 1; see dpsgd.md",
     ("", "no noise"): "90 steps in which noise does not limit accuracy; see dpsgd.md",
 }
 
