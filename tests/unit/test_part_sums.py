@@ -11,7 +11,7 @@ import torch
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
 from datalens.bounded.parts import PartSum, join, whole
-from datalens.private.threads import mapped
+from datalens.public.threads import mapped
 
 GRID = 100
 

@@ -79,16 +79,21 @@ class RowEngine:
             raise DatalensError("the network has no Conv2d or Linear layer: there is nothing to learn")
         self._layers, self.size = layers, start
 
-    def flat(self, net: nn.Module) -> Tensor:
-        """Return the weights of a network of this kind as one float32 vector, in the order of a row's numbers."""
+    def flat(self, net: nn.Module, *, gradients: bool = False) -> Tensor:
+        """Return the weights of a network of this kind as one float32 vector, in the order of a row's numbers.
+
+        Args:
+            net: the network.
+            gradients: return the gradients of the weights instead, as autograd left them there.
+        """
         modules = dict(net.named_modules())
-        parts = []
+        parts: list[Tensor | None] = []
         for layer in self._layers:
             module = modules[layer.name]
             assert isinstance(module, nn.Conv2d | nn.Linear)
-            parts.append(_as_rows(module.weight.detach()).flatten())
-            parts += [] if module.bias is None else [module.bias.detach()]
-        return torch.cat([part.to(torch.float32) for part in parts])
+            own = [module.weight] if module.bias is None else [module.weight, module.bias]
+            parts += [value.grad if gradients else value.detach() for value in own]
+        return torch.cat([_as_rows(part).flatten().to(torch.float32) for part in parts if part is not None])
 
     def put(self, flat: Tensor, net: nn.Module) -> None:
         """Write such a vector into a network of this kind."""
@@ -196,7 +201,7 @@ def _check(name: str, module: nn.Conv2d | nn.Linear) -> None:
 
 def _as_rows(weight: Tensor) -> Tensor:
     """Weights in the order of a row: [kernel · kernel · inputs, outputs] of a convolution, [inputs, outputs] else."""
-    return weight.permute(2, 3, 1, 0) if weight.dim() == 4 else weight.mT
+    return weight.permute(2, 3, 1, 0) if weight.dim() == 4 else weight if weight.dim() == 1 else weight.mT
 
 
 def _from_rows(flat: Tensor, like: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ from datalens.privacy.events import (
     DiscreteGaussianEvent,
     Event,
     GaussianEvent,
+    of_part,
 )
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import make_mechanism
@@ -144,7 +145,7 @@ class MomentSettings(Settings):
     ZERO: ClassVar[tuple[str, ...]] = ("texture", "texture_steps")
     OMITTED: ClassVar[dict[str, Any]] = {"unit": "record"}
     one_part: ClassVar[bool] = True
-    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "moments"
+    makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "moments"
 
     method: Literal["datalens"]
     preset: str
@@ -207,6 +208,10 @@ class MomentSettings(Settings):
 
     # --- what it costs
 
+    def own_budget(self, budget: Budget) -> Budget:
+        """Return the part of a run's budget that these releases share: all of it, unless a second stage follows."""
+        return budget
+
     @property
     def steps_planned(self) -> int:
         return len(self.releases)
@@ -228,10 +233,15 @@ class MomentSettings(Settings):
                 cells=line["cells"],
                 noise_to_signal=line["noise_to_signal"],
             )
-            for line in self.costs(schema, budget)
+            for line in self.release_costs(schema, budget)
         )
 
     def costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+        return self.release_costs(schema, budget)
+
+    def release_costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+        """Return a line for each release of moments; shares are of `own_budget`."""
+        budget = self.own_budget(budget)
         mu = budget.pricing().mu_budget(budget.epsilon, budget.delta)
         records = schema.nominal_size / len(schema.classes)
         parts = []
@@ -276,7 +286,7 @@ class MomentSettings(Settings):
         discrete = [event for event in gaussian if isinstance(event, DiscreteGaussianEvent)]
         if len(discrete) != (len(gaussian) if self.noise == "discrete-gaussian" else 0):
             problems.append("the settings state another kind of noise than the ledger")
-        cells = {RELEASES.index(line["release"]): line["cells"] for line in self.costs(schema, budget)}
+        cells = {RELEASES.index(line["release"]): line["cells"] for line in self.release_costs(schema, budget)}
         if any(event.coordinates != cells.get(event.step) for event in discrete):
             problems.append("the settings state another number of coordinates than the ledger")
         if any((event.noise == "seeded") != self.noise_seeded for event in gaussian):
@@ -285,6 +295,7 @@ class MomentSettings(Settings):
 
     def _wrong_noise(self, budget: Budget, events: list[GaussianEvent]) -> list[str]:
         """Return a problem unless σ of every release follows from the settings, the budget and the earlier charges."""
+        budget = self.own_budget(budget)
         for number, event in enumerate(events):
             name = RELEASES[event.step]
             expected = 0.0
@@ -361,7 +372,7 @@ class MomentSettings(Settings):
         return {"warm_start": "moments", "sigma": None}
 
     def expect(self, schema: Schema, budget: Budget) -> list[str]:
-        parts = {part["release"]: part for part in self.costs(schema, budget)}
+        parts = {part["release"]: part for part in self.release_costs(schema, budget)}
         records = schema.nominal_size / len(schema.classes)
         count_noise = parts["sums"]["sigma"] / self.counted
         one = self.outlook(schema, budget, [records] * len(schema.classes))[0]
@@ -376,7 +387,9 @@ class MomentSettings(Settings):
 
     def _class_noise(self, schema: Schema, budget: Budget) -> float:
         """Return the noise-to-signal ratio of a class, times its number of records."""
-        ratios = [part["noise_to_signal"] for part in self.costs(schema, budget) if "covariances" in part["release"]]
+        ratios = [
+            part["noise_to_signal"] for part in self.release_costs(schema, budget) if "covariances" in part["release"]
+        ]
         return max(ratios) * schema.nominal_size / len(schema.classes)
 
     def _needed(self, schema: Schema, budget: Budget, largest: float) -> float:
@@ -455,7 +468,7 @@ class MomentSettings(Settings):
 
     def _least_class(self, schema: Schema, budget: Budget) -> float:
         """Return the number of records below which a class is likely to be left out (see `present_classes`)."""
-        sums = next(part for part in self.costs(schema, budget) if part["release"] == "sums")
+        sums = next(part for part in self.release_costs(schema, budget) if part["release"] == "sums")
         return max(4 * sums["sigma"] / self.counted, 20)
 
 
@@ -698,7 +711,7 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
     step = RELEASES.index(name)
     answer = run.journal.find(run.ledger, step=step)
     if answer is None:
-        if any(getattr(event, "step", None) == step for event in run.ledger.events):
+        if any(event.step == step for event in of_part(run.ledger.events, "")):
             say(
                 f"warning: {name} was charged before, and an interruption lost its value: it stays charged, and the "
                 "rest of the budget is divided anew among the releases still to come"
@@ -723,10 +736,10 @@ def noise_for(name: str, s: MomentSettings, ledger: Ledger) -> float:
     Raises:
         BudgetExceeded: too little is left for the release to be worth anything.
     """
-    budget = ledger.budget
+    budget = s.own_budget(ledger.budget)
     if math.isinf(budget.epsilon):
         return 0.0
-    mu_squared, planned = mu_squared_for(name, s, budget, ledger.events)
+    mu_squared, planned = mu_squared_for(name, s, budget, of_part(ledger.events, ""))
     if mu_squared < LEAST_PART * planned:
         raise BudgetExceeded(
             f"interruptions have cost so much of {budget.describe(budget.epsilon)} that {name} would be mostly noise"

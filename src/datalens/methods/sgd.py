@@ -1,14 +1,13 @@
 """`datalens sgd`: a classifier trained by DP-SGD with compressed gradients, in a run folder, with a certificate.
 
 Steps are charged in blocks. A run that is interrupted finishes its step, and writes down how many charged steps of its
-block are left (`PARKED`). A run that is killed loses the steps since its last checkpoint, and the rest of the block:
-both stay charged.
+block are left (`run.parked`). A run that is killed loses the steps since its last checkpoint, and the rest of the
+block: both stay charged.
 """
 
 import copy
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,11 @@ from tyro.conf import arg
 from datalens.data.records import Dataset, Records, collect, record_keys
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
-from datalens.files import write_atomically
-from datalens.plans.base import Method, Part, Place, Request, Settings, checked, gaps_of_blocks, known
+from datalens.plans.base import Method, Part, Place, Request, Settings, checked, gaps_of_blocks
 from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent
-from datalens.privacy.ledger import Budget, sync_directory
-from datalens.progress import say
-from datalens.run.folder import LATEST, NoTeachers, Run
-from datalens.run.wholeness import read_facts, used
+from datalens.privacy.ledger import Budget
+from datalens.run.folder import NoTeachers, Run
+from datalens.run.parked import park, unpark
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from datalens.privacy.noise import NoiseSource
     from datalens.released.classifier import Classifier
 
-PARKED = "parked.json"  # the number of steps that were charged and not taken
 _SOLVED = arg(metavar="FLOAT", help_behavior_hint="(default: solved for, from --epochs)")
 MOST_AT_ONCE = 4096  # records of a batch whose gradients are in memory at the same time
 
@@ -82,7 +78,7 @@ class SgdSettings(Settings):
     """Everything that decides what a run of DP-SGD does (see the module): public."""
 
     ZERO: ClassVar[tuple[str, ...]] = ("features",)
-    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "classifier"
+    makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "classifier"
     one_part: ClassVar[bool] = True
     charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
 
@@ -518,13 +514,13 @@ def train(run: Run, data: SgdRecords, settings: SgdSettings, place: Place) -> "C
 
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     made = schedule_of(settings, run.schema)
-    gate = GradientGate(run.ledger, made.schedule, noise, left=_unpark(run))
+    gate = GradientGate(run.ledger, made.schedule, noise, left=unpark(run))
     trainer = make_trainer(settings, run.schema, gate, made, place.device)
     for _ in _steps(run, settings.steps, trainer, gate):
         trainer.step(data.x, data.y, data.starts)
     run.lost = gate.charged - gate.left - run.completed
     if run.interrupted:
-        _park(run, gate.hand_over())
+        park(run, gate.hand_over())
     model = trainer.average if settings.average else trainer.model
     if data.test is not None and run.completed > 0:
         run.facts["accuracy"] = accuracy(model, *data.test)
@@ -539,39 +535,6 @@ def _steps(run: Run, count: int, trainer: Trainer, gate: "GradientGate") -> Iter
         if gate.left == 0 and gate.charged >= gate.schedule.steps:
             return
         yield step
-
-
-def _park(run: Run, left: int) -> None:
-    """Write down how many charged steps of a block are left, and which charge they belong to.
-
-    Called when this process will take no further step.
-    """
-    write_atomically(run.path / PARKED, json.dumps({"left": left, **used(run.ledger, None)}).encode())
-    sync_directory(run.path)
-
-
-def _unpark(run: Run) -> int:
-    """Return how many charged steps are left, after durably deleting the file: no crash may let them count twice.
-
-    A file that was written before other charges (a copy that was put back, say) pays for nothing, and neither does one
-    that counts more steps than are charged and not yet learned from.
-    """
-    path = run.path / PARKED
-    if not path.exists():
-        return 0
-    try:
-        parked = json.loads(path.read_text(encoding="utf-8"))
-        left, chain = parked["left"], parked.get("chain")  # version 0.1 wrote no chain
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DatalensError(f"{path} is damaged: delete it; the charged steps that it counts are lost") from error
-    path.unlink()
-    sync_directory(run.path)
-    step = read_facts(run.path / "checkpoints" / LATEST).get("step", "")
-    unused = run.settings.steps_paid(known(run.ledger.events)) - (int(step) if step.isdecimal() else 0)
-    if type(left) is int and 0 <= left <= unused and chain in (None, run.ledger.chain(len(run.ledger.events))):
-        return left
-    say(f"warning: {path} is not of the last charge of this run: the steps it held are lost")
-    return 0
 
 
 METHOD = Method(

@@ -101,7 +101,7 @@ class Settings:
 
     ZERO: ClassVar[tuple[str, ...]] = ()
     OMITTED: ClassVar[dict[str, Any]] = {}
-    makes: ClassVar[Literal["generator", "moments", "classifier"]] = "generator"
+    makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "generator"
     answers: ClassVar[bool] = False
     one_part: ClassVar[bool] = False
     stepped: ClassVar[str] = ""
@@ -503,6 +503,8 @@ class Method:
             options of the command line; each needs a default and a docstring. None stands for the preset's value.
         presets: names of its presets; the first is the default.
         accountant: its default accountant.
+        instead: (request, schema, budget) → the registered name of a method to use instead of this one, decided by
+            public facts; None: this one. For options whose value is "auto".
         command: the command that runs it.
         persons: whether it can protect a person with all of their images.
         teachers: whether each record belongs to one of several teachers.
@@ -518,6 +520,7 @@ class Method:
     options: type[Any] = NoOptions
     presets: tuple[str, ...] = ("paper", "quick")
     accountant: AccountantName = "exact"
+    instead: Callable[["Request", Schema, Budget], str | None] | None = None
     command: Literal["train", "sgd"] = "train"
     persons: bool = False
     teachers: bool = False

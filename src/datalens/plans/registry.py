@@ -16,7 +16,8 @@ from datalens.plans.plugins import named
 from datalens.privacy.ledger import Budget, check_epsilon
 
 METHODS = {
-    "datalens": "datalens.methods.moments:MOMENTS",
+    "datalens": "datalens.methods.refined:DATALENS",
+    "refined": "datalens.methods.refined:REFINED",  # `--method datalens --refine diffusion`
     "topagg": "datalens.methods.topagg:TOPAGG",  # `--method datalens --warm-start off`
     "datalens-paper": "datalens.methods.topagg:PAPER",
     "dcgan": "datalens.methods.dcgan:METHOD",
@@ -28,7 +29,7 @@ METHODS = {
     "gpate": "datalens.methods.gpate:METHOD",
     "sgd": "datalens.methods.sgd:METHOD",  # `datalens sgd`; its settings say "dpsgd"
 }
-HIDDEN = ("topagg", "sgd")  # not accepted by `--method`: they have other spellings
+HIDDEN = ("topagg", "sgd", "refined")  # not accepted by `--method`: they have other spellings
 MAY_BE_PLUGGED = ("topagg", "datalens-paper")  # methods of datalens that take a plug-in; their settings check it
 
 
@@ -66,7 +67,7 @@ def read_settings(fields: Any) -> Settings:
     method = fields.get("method") if isinstance(fields, dict) else None
     if not isinstance(method, str):
         raise DatalensError("these settings are not those of this version of datalens: they name no method")
-    name = _registered(method, warm="warm_start" in fields)
+    name = _registered(method, warm="warm_start" in fields, refined="refine" in fields)
     settings = method_named(name).settings.from_dict(fields)
     if settings.plugins and name in METHODS and name not in MAY_BE_PLUGGED:
         raise DatalensError(f"the settings name a plug-in, but the method {method} takes none")
@@ -75,19 +76,31 @@ def read_settings(fields: Any) -> Settings:
 
 def method_of(settings: Settings) -> Method:
     """Return the method whose settings these are."""
-    return method_named(_registered(settings.method, warm=hasattr(settings, "warm_start")))
+    return method_named(_name_of(settings))
 
 
 def is_ours(settings: Settings) -> bool:
     """Return whether the method is part of this package, whatever parts of it are another's."""
-    return _registered(settings.method, warm=hasattr(settings, "warm_start")) in METHODS
+    return _name_of(settings) in METHODS
 
 
-def _registered(name: str, *, warm: bool) -> str:
-    """Return the registered name of the method that settings name. `warm`: whether they have a field warm_start."""
+def _name_of(settings: Settings) -> str:
+    return _registered(settings.method, warm=hasattr(settings, "warm_start"), refined=hasattr(settings, "refine"))
+
+
+def _registered(name: str, *, warm: bool, refined: bool) -> str:
+    """Return the registered name of the method that settings name.
+
+    Args:
+        name: the method that the settings name.
+        warm: whether they have a field warm_start.
+        refined: whether they have a field refine.
+    """
     if name == "dpsgd":
         return "sgd"
-    return "topagg" if name == "datalens" and not warm else name
+    if name != "datalens":
+        return name
+    return "refined" if refined else "datalens" if warm else "topagg"
 
 
 def options_of(method: str) -> frozenset[str]:
@@ -99,7 +112,8 @@ def chosen(options: TrainOptions) -> str:
     """Return the registered name of the method that the options choose.
 
     `--method datalens` means private moments ("datalens"), unless `--warm-start off`, a preset of TopAgg or an option
-    about teachers chooses TopAgg ("topagg").
+    about teachers chooses TopAgg ("topagg"), or `--refine` a second stage ("refined"; for `--refine auto`, its plan may
+    choose moments after all).
 
     Raises:
         DatalensError: options contradict each other.
@@ -122,7 +136,9 @@ def chosen(options: TrainOptions) -> str:
             f"{flag(images)} is about private moments, which a run with teachers does not use: leave it out, or leave "
             "out the options about teachers"
         )
-    return "topagg" if is_topagg else "datalens"
+    if is_topagg:
+        return "topagg"
+    return "refined" if options.own.get("refine") in ("auto", "diffusion") else "datalens"
 
 
 def version_of(options: TrainOptions) -> int:
@@ -153,6 +169,8 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
         named("methods", options.method, ours=names())  # raises if there is no such plug-in
     if options.method == "topagg":
         raise DatalensError("--method topagg is --method datalens --warm-start off")
+    if options.method == "refined":
+        raise DatalensError("--method refined is --method datalens --refine diffusion")
     name = chosen(options)
     method = method_named(name)
     if schema.by_person:
@@ -172,6 +190,9 @@ def make_plan(options: TrainOptions, schema: Schema) -> tuple[Budget, Settings]:
     request = Request(
         method=options.method, preset=preset, seed=options.seed, noise_seed=options.noise_seed, options=own
     )
+    if method.instead is not None and (other := method.instead(request, schema, budget)) is not None:
+        method = method_named(other)
+        budget = _budget(options, method)
     settings = method.plan(request, schema, budget)
     if options.method not in METHODS:
         owner = named("methods", options.method, ours=()).owner
@@ -191,7 +212,7 @@ def _own(options: TrainOptions, name: str, method: Method) -> Any:
 
 def unknown(option: str, method: str) -> str:
     """Return the error message for an option that this method does not have."""
-    owners = [other for other in METHODS if option in options_of(other)]
+    owners = [other for other in METHODS if option in options_of(other) and other != "refined"]
     spellings = {"datalens": "private moments", "topagg": "--warm-start off", "sgd": "`datalens sgd`"}
     belongs = ", ".join(spellings.get(owner, f"--method {owner}") for owner in owners[:3])
     help_hint = f"`datalens train --method {method} --help` shows its options"

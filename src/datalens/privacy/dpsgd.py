@@ -6,7 +6,7 @@ system. The noise is float64 and is added to a sum of float32 rows. What leaks t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from datalens.errors import BudgetExceeded, DatalensError
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.events import (
     MOST_NOISE,
+    Charge,
     NoiseOrigin,
     RowUnit,
     SubsampledGaussianEvent,
@@ -79,14 +80,16 @@ class Schedule:
             part=self.part,
         )
 
-    def price(self, accountant: Accountant, delta: float) -> float:
-        """Return the ε of all steps of the schedule at this δ.
+    def price(self, accountant: Accountant, delta: float, *, beside: Sequence[Charge] = ()) -> float:
+        """Return the ε of all steps of the schedule, and of the charges beside them, at this δ.
 
         Args:
             accountant: The accountant that prices them.
             delta: δ at which ε is computed.
+            beside: Everything else that the run will charge.
         """
-        return accountant.price([(self.event(repeats=self.steps, step=0, noise="operating-system"), 1)], delta)
+        steps = self.event(repeats=self.steps, step=0, noise="operating-system")
+        return accountant.price([*((event, 1) for event in beside), (steps, 1)], delta)
 
 
 class GradientGate(Owned):
@@ -211,7 +214,9 @@ CLOSE = 5e-3  # a solution spends all of ε but this fraction, or is this close 
 _MOST_SIGMA, _LEAST_SIGMA, _MOST_STEPS = 2.0**20, 2.0**-10, 2**30
 
 
-def calibrate_sigma(*, rate: float, steps: int, budget: Budget, rounding: float) -> float:
+def calibrate_sigma(
+    *, rate: float, steps: int, budget: Budget, rounding: float, beside: Sequence[Charge] = ()
+) -> float:
     """Return approximately the smallest noise multiplier with which `steps` sampled steps fit; 0 if ε is infinite.
 
     Args:
@@ -219,6 +224,7 @@ def calibrate_sigma(*, rate: float, steps: int, budget: Budget, rounding: float)
         steps: Number of steps.
         budget: Must not be exceeded.
         rounding: l2_bound / unit − 1.
+        beside: Everything else that the run will charge, with a schedule that is fixed beforehand, too.
 
     Raises:
         BudgetExceeded: no noise is large enough.
@@ -228,7 +234,7 @@ def calibrate_sigma(*, rate: float, steps: int, budget: Budget, rounding: float)
 
     def price(quiet: float, accountant: Accountant) -> float:
         schedule = Schedule(sigma=1 / quiet, rate=rate, steps=steps, unit=1.0, l2_bound=1 + rounding)
-        return schedule.price(accountant, budget.delta)
+        return schedule.price(accountant, budget.delta, beside=beside)
 
     quiet = _largest(price, budget, most=1 / _LEAST_SIGMA, least=1 / _MOST_SIGMA, power=0.95)
     if quiet is None:

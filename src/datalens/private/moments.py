@@ -26,10 +26,10 @@ from datalens.bounded.parts import PartSum, join
 from datalens.data.records import Block, Records
 from datalens.data.schema import Schema
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows
-from datalens.private.threads import mapped
 from datalens.progress import bar
 from datalens.public.basis import Basis
 from datalens.public.texture import Texture
+from datalens.public.threads import mapped
 
 FINE = 2**10  # grid steps per unit of brightness
 WHITE = 2**12  # grid steps per unit of the whitening matrix

@@ -20,6 +20,7 @@ from datalens.released import publication
 from datalens.released.certificate import VERSION, contents
 from datalens.released.claim import FIRST, Claim
 from datalens.released.classifier import Classifier
+from datalens.released.denoiser import DiffusionModel
 from datalens.released.generator import Architecture, Generator, dcgan_architecture, slimmer
 from datalens.released.moments import MomentModel
 from datalens.released.publication import FIELD
@@ -223,7 +224,7 @@ def _paid(claim: Claim) -> int:
     return claim.settings.steps_paid(of_part(claim.events, claim.settings.stepped))
 
 
-KINDS = {"generator": Generator, "moments": MomentModel, "classifier": Classifier}
+KINDS = {"generator": Generator, "moments": MomentModel, "diffusion": DiffusionModel, "classifier": Classifier}
 
 
 def check_weights(claim: Claim) -> list[str]:
@@ -241,7 +242,7 @@ def check_weights(claim: Claim) -> list[str]:
         return wrong + settings.wrong_weights(model, known(claim.events))
     if wrong_kind and not plugged:
         return [*wrong, "the weights are of another kind than the settings state"]
-    if (model.start.shape if isinstance(model, MomentModel) else model.architecture.shape) != schema.shape:
+    if (model.architecture.shape if isinstance(model, Generator) else model.start.shape) != schema.shape:
         wrong.append("the weights make images of another size than the certificate states")
     if isinstance(model, Generator) and not plugged:
         law, latent = getattr(settings, "latent_law", "normal"), getattr(settings, "latent", None)

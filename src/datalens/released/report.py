@@ -27,7 +27,7 @@ from datalens.privacy.events import Event, GaussianEvent, LaplaceEvent, OneOfMan
 from datalens.privacy.ledger import Budget, read_ledger, upwards
 from datalens.released import certificate as certificates
 from datalens.released.drawing import known_classes
-from datalens.released.moments import MomentModel
+from datalens.released.generator import Generator
 from datalens.released.publication import FIELD, figures_of, number_of
 from datalens.released.weights import load_generator
 
@@ -190,7 +190,7 @@ def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Bu
     All of it follows from released counts, which are in the generator.
     """
     generator, names = load_generator(release)
-    if not isinstance(generator, MomentModel):
+    if isinstance(generator, Generator):
         return []
     counts = dict(zip(generator.present.tolist(), generator.sizes.tolist(), strict=True))
     outlooks = settings.outlook(schema, budget, [counts.get(number, 0.0) for number in range(len(names))])

@@ -14,14 +14,17 @@ from datalens.errors import DatalensError
 from datalens.public.texture import Texture
 from datalens.released import certificate as certificates
 from datalens.released.classifier import Classifier
+from datalens.released.denoiser import LEAST_NOISE, MOST_NOISE, DiffusionModel, Network, Shape, channels_last
 from datalens.released.generator import Architecture, Generator, can_show
 from datalens.released.moments import MomentModel, Start
 
 # Limits for a model that is read, far above any that is written.
 MOST_PIXELS, MOST_LAYERS, MOST_STEPS = 2**24, 12, 1000
+MOST_WIDE = 512  # channels of a denoising network
+SIZES = ("wide", "deep", "hidden")  # of a denoising network
 COUNTS = ("completed", "answered")  # counts of the training in the metadata; files of version 0.1.0 have neither
 
-AnyGenerator = Generator | MomentModel
+AnyGenerator = Generator | MomentModel | DiffusionModel
 _DAMAGE = (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError)
 
 
@@ -50,9 +53,13 @@ def save_weights(path: Path, model: AnyGenerator | Classifier, classes: tuple[st
         key, described = "generator", {"architecture": model.architecture.as_dict()}
     elif isinstance(model, MomentModel):
         key, described = "generator", {"moments": {"shape": model.start.shape, "steps": model.steps}}
+    elif isinstance(model, DiffusionModel):
+        first = {"shape": model.start.shape, "steps": model.moments.steps}
+        sizes = dict(zip(SIZES, model.network.shape.sizes, strict=True))
+        key, described = "generator", {"diffusion": {"moments": first, "begin": model.begin, **sizes}}
     else:
         key, described = "classifier", model.described()
-    tensors = model.tensors() if isinstance(model, MomentModel) else model.state_dict()
+    tensors = model.tensors() if isinstance(model, MomentModel | DiffusionModel) else model.state_dict()
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     given = {name: value for name, value in counts.items() if value is not None}
     # One key only: safetensors writes several keys in no fixed order, and equal weights would hash differently.
@@ -144,6 +151,8 @@ def _model(
         return _rebuilt_classifier(described, weights, len(classes)).eval()
     if set(described) == {"moments"}:
         return _rebuilt_moments(described["moments"], weights, len(classes))
+    if set(described) == {"diffusion"}:
+        return _rebuilt_diffusion(described["diffusion"], weights, len(classes))
     if set(described) != {"architecture"}:
         raise ValueError("the description has unknown fields")
     fields = described["architecture"]
@@ -238,3 +247,25 @@ def _rebuilt_moments(fields: dict[str, Any], weights: dict[str, torch.Tensor], c
     weights = {name: value.clone() for name, value in weights.items()}
     start = Start(shape=shape, means=weights.pop("means"), factors=weights.pop("factors"))
     return MomentModel(start=start, steps=steps, **weights)
+
+
+def _rebuilt_diffusion(fields: dict[str, Any], weights: dict[str, torch.Tensor], classes: int) -> DiffusionModel:
+    """Return the model of two stages with these tensors, after checking their sizes."""
+    if set(fields) != {"moments", "begin", *SIZES}:
+        raise ValueError("the description has unknown fields")
+    begin, sizes = fields["begin"], [fields[name] for name in SIZES]
+    if type(begin) not in (int, float) or not LEAST_NOISE < begin <= MOST_NOISE:
+        raise ValueError("no model of datalens begins at this noise level")
+    if any(type(size) is not int or not 0 < size <= MOST_WIDE for size in sizes):
+        raise ValueError("no network of datalens is of this size")
+    parts: dict[str, dict[str, torch.Tensor]] = {"moments": {}, "network": {}}
+    for name, value in weights.items():
+        part, _, inner = name.partition(".")
+        parts[part][inner] = value
+    moments = _rebuilt_moments(fields["moments"], parts["moments"], classes)
+    shape = Shape(image=moments.start.shape, classes=classes, **dict(zip(SIZES, sizes, strict=True)))
+    with torch.device("meta"):
+        network = Network(shape)
+    network.load_state_dict(_as_stored(parts["network"], network), assign=True)
+    network = channels_last(network).eval().requires_grad_(False)
+    return DiffusionModel(moments=moments, network=network, begin=float(begin))

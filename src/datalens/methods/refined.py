@@ -1,0 +1,772 @@
+"""Private moments, then a diffusion model: a second stage that makes images look and work like images.
+
+1. Private moments are released with a part of the budget (`methods.moments`).
+2. A small network is pre-trained to remove noise from images drawn from these moments, which costs nothing.
+3. The network is trained on records by DP-SGD with the rest of the budget: Poisson samples, one row per record (or
+   person), every row brought to one length, one charge for a block of steps (`gradients.rows`, `privacy.dpsgd`).
+4. Images are drawn from the moments, with noise added, and the network removes the noise (`released.denoiser`).
+
+A record's row depends on that record, on released weights and on public numbers, and on nothing else. Which noise is
+added to an image follows from a hash of the record and the number of the step, not from its place in a batch. Rows are
+whole numbers, whose sums are exact in any order; and it is tried at the start of a run, on random images, that
+the arithmetic of this machine does not round by place.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tyro.conf import arg
+
+from datalens.bounded.whole_rows import GRID, WholeRows, WholeSum
+from datalens.data.records import Records, record_keys
+from datalens.data.schema import Schema
+from datalens.errors import DatalensError
+from datalens.files import load_tensors, save_tensors
+from datalens.gradients.rows import RowEngine
+from datalens.methods import moments
+from datalens.methods.moments import MOMENTS, MomentSettings
+from datalens.options import Number, WholeNumber
+from datalens.plans.base import Method, Part, Place, Request, checked, cost, gaps_of_blocks, known
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, poisson_sample
+from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent, of_part
+from datalens.privacy.ledger import Budget
+from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from datalens.private.moments import RecordRows
+from datalens.progress import bar
+from datalens.public import streams
+from datalens.public.threads import mapped
+from datalens.released import denoiser
+from datalens.released.denoiser import DiffusionModel, Network, Shape, channels_last, fresh_network
+from datalens.released.moments import MomentModel
+from datalens.run.folder import NoTeachers, Run
+from datalens.run.parked import park, unpark
+
+PART = "refinement"  # the name of the second stage in every charge
+CHUNK = 16  # images whose gradients are computed together: more would not stay in the processor's cache
+SOFTENING = 0.01  # gradients much shorter than this count for less
+PRETRAINED = "pretrained.safetensors"  # in a run folder; made of released values alone
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(moments.Options):
+    """The options of private moments, and those of the second stage."""
+
+    refine: Annotated[Literal["auto", "off", "diffusion"] | None, arg(help_behavior_hint="(default: off)")] = None
+    """diffusion: train a small diffusion model after the moments, by DP-SGD. auto: where it is worth it."""
+    refine_minutes: Number = None
+    """About how many minutes the second stage may take on this machine; decides its steps."""
+    moments_share: Number = None
+    """Share of the budget (in mu²) that the moments get, if there is a second stage."""
+    refine_steps: WholeNumber = None
+    """Steps of DP-SGD."""
+    refine_batch: WholeNumber = None
+    """Expected number of records in a step."""
+    refine_rate: Number = None
+    """Learning rate of DP-SGD."""
+    pretraining: WholeNumber = None
+    """Steps of training on images drawn from the moments, which costs no privacy."""
+
+
+OWN = frozenset(Options.__dataclass_fields__) - frozenset(moments.Options.__dataclass_fields__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedSettings(MomentSettings):
+    """Everything that decides what a run with a second stage does: public."""
+
+    one_part: ClassVar[bool] = False
+    stepped: ClassVar[str] = PART
+    charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
+    makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "diffusion"
+
+    refine: Literal["diffusion"]
+    moments_share: float  # of the budget (in mu²) for the moments
+    pretraining: int  # steps on images drawn from the moments
+    steps: int  # of DP-SGD
+    batch_size: int  # expected number of records in a step
+    sigma: float  # noise multiplier
+    rate: float  # learning rate
+    wide: int  # channels of the network
+    deep: int
+    hidden: int
+    noise_median: float  # of the noise levels that the network is trained on
+    noise_spread: float  # standard deviation of their logarithm
+    begin: float  # noise level at which sampling begins
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "RefinedSettings":
+        MomentSettings.from_dict({name: fields[name] for name in MomentSettings.__dataclass_fields__ if name in fields})
+        settings: RefinedSettings = checked(cls, fields, zero=cls.ZERO)
+        if not 0 < settings.moments_share < 1:
+            raise DatalensError("the setting moments_share must lie between 0 and 1")
+        if max(settings.wide, settings.deep, settings.hidden) > 512 or settings.begin > denoiser.MOST_NOISE:
+            raise DatalensError("the settings of the network are larger than any that datalens makes")
+        return settings
+
+    @property
+    def steps_planned(self) -> int:
+        return self.steps
+
+    def own_budget(self, budget: Budget) -> Budget:
+        """Return the budget of the moments alone: their share of mu², priced exactly."""
+        return budget_of_moments(budget, self.moments_share)
+
+    def of_moments(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        return super().schedule(schema, budget)
+
+    def of_steps(self, schema: Schema) -> Schedule:
+        """Return the schedule of DP-SGD."""
+        return Schedule(
+            sigma=self.sigma,
+            rate=self.batch_size / schema.nominal_size,
+            steps=self.steps,
+            unit=float(GRID),
+            l2_bound=float(GRID),
+            row_unit="person" if schema.by_person else "record",
+            part=PART,
+        )
+
+    # --- what it costs
+
+    def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        event = self.of_steps(schema).event(repeats=self.steps, step=0, noise=self.origin)
+        sums = Part(
+            name=f"{self.steps} sums of gradients",
+            event=event,
+            sensitivity=event.l2_bound,
+            times=1,
+            cells=self.shape_for(schema).parameters,
+            noise_to_signal=self.sigma / self.batch_size,
+        )
+        return (*self.of_moments(schema, budget), sums)
+
+    def costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
+        """Return a line for each release of the moments, and one for all steps of DP-SGD.
+
+        There is no exact mu² of sampled steps. Their share is what the moments leave.
+        """
+        lines = super().costs(schema, budget)
+        sums = self.schedule(schema, budget)[-1]
+        last = cost(
+            sums.name, 1 - self.moments_share, sums.event.sigma, sums.sensitivity, sums.cells, sums.noise_to_signal
+        )
+        lines = self.release_costs(schema, budget)
+        return [line | {"share": self.moments_share * line["share"]} for line in lines] + [last]
+
+    def steps_paid(self, events: Sequence[Charge]) -> int:
+        return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent))
+
+    def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
+        """Return the moments that were charged, and all steps that the settings state."""
+        steps = self.of_steps(schema).event(repeats=1, step=0, noise=self.origin)
+        return [*((event, 1) for event in of_part(charged, "")), (steps, self.steps)]
+
+    # --- for `verify`
+
+    def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
+        """Compare the ledger's two parts with these settings."""
+        charges = known(events)
+        own, steps = of_part(charges, ""), of_part(charges, PART)
+        problems = list(super().disagreements(schema, budget, tuple(own)))
+        if len(own) + len(steps) != len(events):
+            problems.append("the ledger was charged for parts that this method does not have")
+        planned = self.of_steps(schema)
+        sampled = [event for event in steps if isinstance(event, SubsampledGaussianEvent)]
+        if len(sampled) != len(steps) or any(
+            event != planned.event(repeats=event.repeats, step=event.step, noise=self.origin) for event in sampled
+        ):
+            return [*problems, "the ledger has other steps of DP-SGD than the settings state"]
+        if sum(event.repeats for event in sampled) > self.steps:
+            problems.append("the ledger has more steps of DP-SGD than the settings state")
+        return problems + gaps_of_blocks(sampled)
+
+    def wrong_weights(self, model: Any, events: Sequence[Charge]) -> list[str]:
+        problems = super().wrong_weights(model.moments, of_part(events, ""))
+        if (model.network.shape.sizes, model.begin) != ((self.wide, self.deep, self.hidden), self.begin):
+            problems.append("the weights are of another network than the settings state")
+        return problems
+
+    # --- how it is described
+
+    def mechanism_for(self, budget: Budget, *, by_person: bool) -> dict[str, str]:
+        said = super().mechanism_for(budget, by_person=by_person)
+        unit = "person" if by_person else "record"
+        return {
+            "name": f"{said['name']}; then sums of per-{unit} gradients over Poisson samples with Gaussian noise "
+            "(DP-SGD of a diffusion model)",
+            "sensitivity": f"{said['sensitivity']}; one {unit} has one row of one length in a step",
+        }
+
+    def noise_said(self) -> str:
+        return f"{super().noise_said()} for moments; floating point for gradients (see docs/privacy.md)"
+
+    def price_said(self) -> str:
+        return f"moments: {super().price_said()}; gradients: as Gaussian noise of variance sigma² on Poisson samples"
+
+    def opening(self, schema: Schema, budget: Budget) -> str:
+        unit = "persons" if schema.by_person else "records"
+        return (
+            f"{super().opening(schema, budget)}; then {self.steps} steps of DP-SGD over about {self.batch_size} {unit}"
+        )
+
+    def planned_as(self) -> str:
+        return "from private moments, refined by a diffusion model"
+
+    @property
+    def step_name(self) -> str:
+        return "steps"
+
+    @property
+    def one_process(self) -> str:
+        return "--refine diffusion runs in one process: leave torchrun out"
+
+    def release_name(self, event: Charge) -> str | None:
+        return "sums of gradients" if event.part == PART else super().release_name(event)
+
+    def facts(self, events: Sequence[Event]) -> dict[str, Any]:
+        names = ("refine", "moments_share", "batch_size", "sigma")
+        return super().facts(events) | {name: getattr(self, name) for name in names}
+
+    def shape_for(self, schema: Schema) -> Shape:
+        return Shape(
+            image=schema.shape, classes=len(schema.classes), wide=self.wide, deep=self.deep, hidden=self.hidden
+        )
+
+    def seconds(self, schema: Schema) -> float:
+        """Return an estimate of both stages, from a timed step on random images."""
+        each = seconds_of_an_image(self.shape_for(schema)) / torch.get_num_threads()
+        images = self.steps * self.batch_size + 0.7 * self.pretraining * PRE_BATCH
+        return super().seconds(schema) * (1 + POOL / schema.nominal_size) + each * images
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+MOMENTS_SHARE = 0.1
+STEPS, BATCH, LARGEST_SAMPLE = 100, 8192, 0.25
+PRETRAINING, PRE_BATCH, POOL = 1500, 256, 20_000  # steps; images in a step; images drawn from the moments
+NETWORK: dict[str, Any] = {"wide": 48, "deep": 64, "hidden": 64}
+LEVELS: dict[str, Any] = {"noise_median": 0.3, "noise_spread": 1.0, "begin": 1.0}
+RATE = 1e-3
+
+
+def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
+    """Return the settings of both stages: the moments' own, and the smallest noise with which all steps fit."""
+    o: Options = request.options
+    if budget.relation != "add-remove":
+        raise DatalensError("--refine diffusion samples records, which is priced for add-remove only: use that")
+    if o.engine is not None:
+        raise DatalensError("--refine diffusion runs in one process: leave --engine out, or use --refine off")
+    if budget.accountant == "exact":
+        raise DatalensError(
+            "--accountant exact does not price sampled steps, which --refine diffusion takes: leave --accountant out"
+        )
+    share = MOMENTS_SHARE if o.moments_share is None else o.moments_share
+    if not 0 < share < 1:
+        raise DatalensError(f"--moments-share must lie between 0 and 1, not {share:g}")
+    batch = o.refine_batch or max(1, min(BATCH, int(LARGEST_SAMPLE * schema.nominal_size)))
+    if batch > schema.nominal_size:
+        raise DatalensError(f"--refine-batch must be at most the {schema.nominal_size} records declared, not {batch}")
+    own = budget_of_moments(budget, share)
+    first = moments.plan(dataclasses.replace(request, options=_moment_options(o)), schema, own)
+    fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(first)}
+    fields |= NETWORK | LEVELS
+    fields |= {
+        "refine": "diffusion",
+        "moments_share": share,
+        "pretraining": PRETRAINING if o.pretraining is None else o.pretraining,
+        "batch_size": batch,
+        "rate": RATE if o.refine_rate is None else o.refine_rate,
+    }
+    draft = RefinedSettings(**fields, steps=o.refine_steps or STEPS, sigma=0.0)
+    if o.refine_minutes is not None and o.refine_steps is None:
+        draft = dataclasses.replace(draft, steps=steps_within(o.refine_minutes, draft, schema))
+    beside = [event for part in draft.of_moments(schema, budget) for event in [part.event] * part.times]
+    sigma = calibrate_sigma(
+        rate=batch / schema.nominal_size, steps=draft.steps, budget=budget, rounding=0.0, beside=beside
+    )
+    return dataclasses.replace(draft, sigma=sigma)
+
+
+@functools.lru_cache(maxsize=64)
+def budget_of_moments(budget: Budget, share: float) -> Budget:
+    """Return a budget with this share of the mu² of another one, priced exactly, as moments are Gaussian releases."""
+    if math.isinf(budget.epsilon):
+        return dataclasses.replace(budget, accountant="exact")
+    exact = Accountant(name="exact")
+    mu_squared = share * exact.mu_budget(budget.epsilon, budget.delta) ** 2
+    return dataclasses.replace(budget, epsilon=exact.epsilon_at(mu_squared, budget.delta), accountant="exact")
+
+
+def _moment_options(options: Options) -> moments.Options:
+    return moments.Options(**{name: getattr(options, name) for name in moments.Options.__dataclass_fields__})
+
+
+MOST_STEPS, LEAST_STEPS = 400, 20
+
+
+def steps_within(minutes: float, settings: RefinedSettings, schema: Schema) -> int:
+    """Return how many steps of DP-SGD take about so many minutes on this machine, from a timed step."""
+    each = seconds_of_an_image(settings.shape_for(schema)) / torch.get_num_threads()
+    pretraining = 0.7 * each * settings.pretraining * PRE_BATCH
+    return int(min(MOST_STEPS, max(LEAST_STEPS, (60 * minutes - pretraining) / (each * settings.batch_size))))
+
+
+def seconds_of_an_image(shape: Shape) -> float:
+    """Return the seconds that a row of a record takes on one core, from random images."""
+    network, random = fresh_network(shape, 0), torch.Generator().manual_seed(0)
+    engine = RowEngine(network, kind=kind_of_numbers(), device=torch.device("cpu"))
+    size = WholeSum(WholeRows(softening=SOFTENING), engine.size, device=torch.device("cpu"))
+    inputs = torch.randn(CHUNK, 8 * shape.image[0], -(-shape.image[1] // 2), -(-shape.image[2] // 2), generator=random)
+    facts, goal = torch.randn(CHUNK, shape.facts, generator=random), inputs[:, : 4 * shape.image[0]]
+    examples = Examples(
+        inputs=inputs.contiguous(memory_format=torch.channels_last).to(kind_of_numbers()),
+        facts=facts.to(kind_of_numbers()),
+        goal=goal,
+    )
+    threads, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(4):
+            began = time.monotonic()
+            size.add(engine.rows(examples.losses, records=CHUNK), torch.ones(CHUNK))
+            times.append(time.monotonic() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times) / CHUNK
+
+
+# --- examples: an image with noise, and what the network should say of it ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Noisy images as the network sees them, and the corrections that it should return."""
+
+    inputs: Tensor
+    facts: Tensor
+    goal: Tensor
+
+    def losses(self, network: Any) -> Tensor:
+        """Return the mean squared error of each image's correction, relative to `correction_size`."""
+        return (network(self.inputs, self.facts).to(torch.float32) - self.goal).square().mean(dim=(1, 2, 3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maker:
+    """Makes examples, each a function of one image, its label, its key and the number of the step."""
+
+    linear: denoiser.Linear
+    settings: RefinedSettings
+    classes: int
+    kind: torch.dtype
+
+    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor, *, stage: str, step: int) -> Examples:
+        """Add noise to images, uint8 [n, c, h, w]."""
+        s, pixels = self.settings, images[0].numel()
+        normal = streams.normal(s.seed, stage, step, teachers=keys, count=pixels + 1)
+        noise = s.noise_median * torch.exp(normal[:, 0] * s.noise_spread)
+        noise = noise.clamp(denoiser.LEAST_NOISE, denoiser.MOST_NOISE)
+        clear = images.to(torch.float32) / 127.5 - 1
+        noisy = clear + normal[:, 1:].view(clear.shape) * noise.view(-1, 1, 1, 1)
+        linear = self.linear(noisy, labels, noise)
+        goal = denoiser.folded((clear - linear) / denoiser.correction_size(noise).view(-1, 1, 1, 1))
+        return Examples(
+            inputs=denoiser.network_inputs(noisy, linear, noise).to(self.kind),
+            facts=denoiser.facts_of(labels, noise, self.classes).to(self.kind),
+            goal=goal,
+        )
+
+
+def kind_of_numbers() -> torch.dtype:
+    """Return bfloat16 where this processor computes with it faster, and else float32."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+# --- pre-training: released values only -------------------------------------------------------------------------------
+
+
+@dataclass
+class Adam:
+    """Adam on one vector of weights, with a rate that rises and then falls on a cosine, and a mean of the weights."""
+
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    mean: Tensor
+    taken: int = 0
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "Adam":
+        return cls(weights.clone(), torch.zeros_like(weights), torch.zeros_like(weights), weights.clone())
+
+    def step(self, gradient: Tensor, *, rate: float, steps: int) -> None:
+        """Take one of so many steps."""
+        self.taken += 1
+        self.first.lerp_(gradient, 0.1)
+        self.second.lerp_(gradient.square(), 0.01)
+        size = (self.second / (1 - 0.99**self.taken)).sqrt() + 1e-8
+        now = rate * min(1.0, 20 * self.taken / steps) * (0.5 + 0.5 * math.cos(math.pi * (self.taken - 1) / steps))
+        self.weights -= now * (self.first / (1 - 0.9**self.taken)) / size
+        self.mean.lerp_(self.weights, max(0.05, 1 / self.taken))
+
+    def state(self) -> dict[str, Tensor]:
+        parts = {"weights": self.weights, "first": self.first, "second": self.second, "mean": self.mean}
+        return parts | {"taken": torch.tensor(self.taken)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.taken = int(state["taken"])
+        for name in ("weights", "first", "second", "mean"):
+            getattr(self, name).copy_(state[name])
+
+
+PRE_RATE = 2e-3
+SAVED_SECONDS = 30.0
+
+
+def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) -> Network:
+    """Train the network on images drawn from the moments. What was trained before an interruption is read again."""
+    network = fresh_network(s.shape_for(run.schema), s.seed)
+    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
+    adam, path = Adam.of(engine.flat(network)), run.path / PRETRAINED
+    facts = {"of": hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.tensors().values())).hexdigest()}
+    if path.exists():
+        state, kept = load_tensors(path)
+        if kept == facts and state["weights"].shape == adam.weights.shape:
+            adam.load_state(state)
+    if adam.taken < s.pretraining:
+        images, labels = _pool(model, s)
+        saved = time.monotonic()
+        with bar("pre-training, which costs no privacy", s.pretraining) as (progress, task):
+            progress.advance(task, adam.taken)
+            while adam.taken < s.pretraining:
+                random = streams.generator(s.seed, "pre-training", adam.taken)
+                chosen = torch.randint(len(images), (PRE_BATCH,), generator=random)
+                keys = torch.arange(PRE_BATCH)
+                parts = [(images[c], labels[c], k) for c, k in zip(chosen.split(32), keys.split(32), strict=True)]
+                gradient = _plain_gradient(engine, network, adam, parts, make, step=adam.taken)
+                adam.step(gradient / PRE_BATCH, rate=PRE_RATE, steps=s.pretraining)
+                progress.advance(task, 1)
+                if time.monotonic() - saved > SAVED_SECONDS or adam.taken == s.pretraining:
+                    save_tensors(path, adam.state(), facts)
+                    saved = time.monotonic()
+    engine.put(adam.weights, network)
+    return network
+
+
+def _pool(model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Tensor]:
+    """Draw the images for pre-training, with as many of each class as the released counts say."""
+    random = streams.generator(s.seed, "pool")
+    drawn = model.sizes.to(torch.float64).multinomial(POOL, replacement=True, generator=random)
+    labels, images = model.present[drawn], []
+    with bar("images from the moments", POOL) as (progress, task):
+        for part in labels.split(250):
+            images.append((model.images(part, random) * 255).round().to(torch.uint8))
+            progress.advance(task, len(part))
+    return torch.cat(images), labels
+
+
+def _plain_gradient(
+    engine: RowEngine,
+    network: Network,
+    adam: Adam,
+    parts: list[tuple[Tensor, Tensor, Tensor]],
+    make: Maker,
+    *,
+    step: int,
+) -> Tensor:
+    """Return the gradient of the sum of losses over released images, summed over the parts in their order."""
+    engine.put(adam.weights, network)
+
+    def of_part(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        own = _copy(network, make.kind)
+        with torch.enable_grad():
+            make(*part, stage="pre-training", step=step).losses(own).sum().backward()
+        return engine.flat(own, gradients=True)
+
+    total = torch.zeros_like(adam.weights)
+    for gradient in mapped(of_part, parts):
+        total += gradient
+    return total
+
+
+def _copy(network: Network, kind: torch.dtype) -> Network:
+    own = channels_last(Network(network.shape).to(kind))
+    own.load_state_dict(network.state_dict())
+    return own
+
+
+# --- DP-SGD -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RefinedRecords:
+    """What both stages need of the records; private.
+
+    Attributes:
+        rows: for the moments.
+        images: uint8 [n, c, h, w].
+        labels: [n].
+        keys: a hash of every record [n], which decides the noise that is added to its image.
+        starts: where persons are the units, the first record of each, and n at the end [persons + 1]; records are
+            sorted by person.
+        persons: a hash of every person [persons], where these are the units.
+    """
+
+    rows: RecordRows
+    images: Tensor
+    labels: Tensor
+    keys: Tensor
+    starts: Tensor | None = None
+    persons: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.rows.count
+
+    @property
+    def fingerprint(self) -> int:
+        return self.rows.fingerprint
+
+    @property
+    def units(self) -> int:
+        return len(self.labels) if self.starts is None else len(self.starts) - 1
+
+    def chosen(self, units: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images, labels and keys of sampled units: of a person one image, by a hash of the person and step."""
+        if self.starts is None or self.persons is None:
+            return self.images[units], self.labels[units], self.keys[units]
+        share = streams.uniform(seed, "image of a person", step, teachers=self.persons[units], count=1)[:, 0]
+        first, images = self.starts[units], self.starts[units + 1] - self.starts[units]
+        at = first + (share.to(torch.float64) * images).to(torch.int64).clamp(max=images - 1)
+        return self.images[at], self.labels[at], self.keys[at]
+
+
+def gather(records: Records, settings: RefinedSettings, place: Place) -> RefinedRecords:
+    """Return the rows of the moments and the images themselves, in memory."""
+    rows = moments.gather(records, settings, place)
+    assert isinstance(rows, RecordRows)
+    by_person = records.schema.by_person
+    images, labels, keys, owners = [], [], [], list[bytes]()
+
+    def choose(index: np.ndarray, names: Any) -> np.ndarray:
+        if by_person:
+            owners.extend(names)
+        return np.zeros(len(index), dtype=np.int64)
+
+    for block in records.blocks(choose):
+        images.append(torch.from_numpy(block.images).permute(0, 3, 1, 2).contiguous())
+        labels.append(torch.from_numpy(block.labels))
+        contents = zip(record_keys(block.images, None), block.labels.tolist(), strict=True)
+        keys.append(torch.tensor([_number(content + str(label).encode()) for content, label in contents]))
+    found = RefinedRecords(rows=rows, images=torch.cat(images), labels=torch.cat(labels), keys=torch.cat(keys))
+    return _sorted_by_person(found, owners) if by_person else found
+
+
+def _sorted_by_person(found: RefinedRecords, owners: list[bytes]) -> RefinedRecords:
+    """Sort records by person, and a person's by their keys, so that nothing depends on the order of the stream."""
+    names, whose = np.unique(np.array(owners, dtype=object), return_inverse=True)
+    order = np.lexsort((found.keys.numpy(), whose))
+    counts = np.bincount(whose, minlength=len(names))
+    at = torch.from_numpy(order)
+    return RefinedRecords(
+        rows=found.rows,
+        images=found.images[at],
+        labels=found.labels[at],
+        keys=found.keys[at],
+        starts=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
+        persons=torch.tensor([_number(name) for name in names]),
+    )
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
+
+
+class Trainer:
+    """The network and its optimizer. Takes steps, and has the state that a checkpoint keeps.
+
+    All of it is made of released values: the network was pre-trained on released images, and then moves by noisy sums
+    only. So a checkpoint is as public as the release; it is private only because it is in the run folder.
+    """
+
+    def __init__(self, network: Network, gate: GradientGate, data: RefinedRecords, make: Maker) -> None:
+        self._network, self._gate, self._data, self._make = network, gate, data, make
+        self._rule, self._engines = WholeRows(softening=SOFTENING), _Engines(network, make.kind)
+        self._layout = self._engines.own()
+        self._adam = Adam.of(self._layout.flat(network))
+
+    def step(self, number: int) -> float:
+        """Take one step on a Poisson sample, and return how far the rows of records agree, for the owner."""
+        s, gate, data = self._make.settings, self._gate, self._data
+        sample = torch.from_numpy(poisson_sample(gate.noise, data.units, gate.schedule.rate))
+        self._engines.load(self._adam.weights)
+        total = self._sum(sample, number)
+        unit: Literal["record", "person"] = "record" if data.starts is None else "person"
+        released = gate.release(total.bounded(unit=unit))
+        gradient = torch.from_numpy(released.value[0]).to(torch.float32) / (GRID * s.batch_size)
+        self._adam.step(gradient, rate=s.rate, steps=s.steps)
+        return float(gradient.norm())
+
+    def _sum(self, sample: Tensor, number: int) -> WholeSum:
+        """Return the sum of the rows of a sample, which is the same for any order and any number of threads."""
+        totals: list[WholeSum] = []
+        own = threading.local()
+
+        def add(part: Tensor) -> None:
+            if not hasattr(own, "total"):
+                own.total = WholeSum(self._rule, self._layout.size, device=torch.device("cpu"))
+                totals.append(own.total)
+            filled = torch.cat([part, part[:1].expand(CHUNK - len(part))])  # all chunks have one size
+            images, labels, keys = self._data.chosen(filled, seed=self._make.settings.seed, step=number)
+            examples = self._make(images, labels, keys, stage="records", step=number)
+            rows = self._engines.own().rows(examples.losses, records=CHUNK)
+            own.total.add(rows, (torch.arange(CHUNK) < len(part)).to(torch.float32))
+
+        for _ in mapped(add, sample.split(CHUNK) if len(sample) else []):
+            pass
+        whole = WholeSum(self._rule, self._layout.size, device=torch.device("cpu"))
+        for total in totals:
+            whole.join(total)
+        return whole
+
+    def network(self) -> Network:
+        """Return the network with the mean of the weights after the last steps."""
+        found = channels_last(Network(self._network.shape))
+        self._layout.put(self._adam.mean, found)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        return self._adam.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self._adam.load_state(state)
+
+
+class _Engines:
+    """One engine for each thread, since an engine is for one at a time."""
+
+    def __init__(self, network: Network, kind: torch.dtype) -> None:
+        self._network, self._kind, self._own, self._all = network, kind, threading.local(), list[RowEngine]()
+        self._weights: Tensor | None = None
+
+    def own(self) -> RowEngine:
+        if not hasattr(self._own, "engine"):
+            self._own.engine = RowEngine(self._network, kind=self._kind, device=torch.device("cpu"))
+            if self._weights is not None:
+                self._own.engine.load(self._weights)
+            self._all.append(self._own.engine)
+        engine: RowEngine = self._own.engine
+        return engine
+
+    def load(self, weights: Tensor) -> None:
+        self._weights = weights
+        for engine in self._all:
+            engine.load(weights)
+
+
+def check_places(network: Network, make: Maker, data_shape: tuple[int, int, int]) -> None:
+    """Raise if a row depends, on this machine, on the place of its record in a chunk, or on its neighbours.
+
+    Random images are given to the network in two orders and among two sets of others; rows must be equal bit for bit.
+    """
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2 * CHUNK, *data_shape), dtype=torch.uint8, generator=random)
+    labels, keys = torch.arange(2 * CHUNK) % make.classes, torch.arange(2 * CHUNK)
+    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
+
+    def rows(at: Tensor) -> Tensor:
+        examples = make(images[at], labels[at], keys[at], stage="tried", step=0)
+        return engine.rows(examples.losses, records=CHUNK).clone()
+
+    first = rows(torch.arange(CHUNK))
+    turned = rows(torch.arange(CHUNK).flip(0)).flip(0)
+    half = CHUNK // 2
+    mixed = rows(torch.cat([torch.arange(CHUNK, CHUNK + half), torch.arange(half)]))[half:]
+    if not (torch.equal(first, turned) and torch.equal(first[:half], mixed)):
+        raise DatalensError(
+            "on this machine the gradient of a record depends on its place in a batch, so that its bound does not "
+            "hold: nothing more was charged; use --refine off"
+        )
+
+
+def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Place) -> DiffusionModel:
+    """Release the moments, pre-train, and take all steps that are charged already or fit into the budget."""
+    s = settings
+    model = moments.train(run, data.rows, s, place)
+    make = Maker(
+        linear=denoiser.Linear(start=model.start),
+        settings=s,
+        classes=len(run.schema.classes),
+        kind=kind_of_numbers(),
+    )
+    network = pretrained(run, model, s, make)
+    check_places(network, make, run.schema.shape)
+    noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
+    gate = GradientGate(run.ledger, s.of_steps(run.schema), noise, left=unpark(run, part=PART))
+    trainer = Trainer(network, gate, data, make)
+    for step in run.steps(s.steps, student=trainer, teachers=NoTeachers(), part=PART):
+        if gate.left == 0 and gate.charged >= gate.schedule.steps:
+            break
+        run.log(step, gradient=trainer.step(step))
+    run.lost = gate.charged - gate.left - run.completed
+    if run.interrupted:
+        park(run, gate.hand_over(), part=PART)
+    return DiffusionModel(moments=model, network=trainer.network(), begin=s.begin)
+
+
+def worth_it(request: Request, schema: Schema, budget: Budget) -> str | None:
+    """Return "datalens" (moments alone) where `--refine auto` does not expect a second stage to pay; else None.
+
+    The rule is the same for all data: see docs/utility.md for what it was chosen on.
+    """
+    o: Options = request.options
+    if o.refine != "auto":
+        return None
+    if budget.relation != "add-remove" or o.engine is not None or schema.nominal_size < LEAST_RECORDS:
+        return "datalens"
+    exact = Accountant(name="exact")
+    mu = exact.mu_budget(budget.epsilon, budget.delta)
+    if mu * schema.nominal_size / len(schema.classes) < LEAST_SIGNAL or max(schema.shape[1:]) > LARGEST_SIDE:
+        return "datalens"
+    settings = plan(request, schema, budget)
+    return "datalens" if settings.seconds(schema) > 60 * (o.refine_minutes or MINUTES) else None
+
+
+# `--refine auto`: the fewest records, the least mu · records of a class, the largest side, the most minutes.
+LEAST_RECORDS, LEAST_SIGNAL, LARGEST_SIDE, MINUTES = 20_000, 8_000, 32, 60.0
+
+
+def plan_moments(request: Request, schema: Schema, budget: Budget) -> MomentSettings:
+    """Return the settings of private moments alone; raise if an option of the second stage is given without it."""
+    o: Options = request.options
+    given = [name for name in sorted(OWN - {"refine"}) if getattr(o, name) is not None]
+    if given and o.refine != "auto":
+        raise DatalensError(f"--{given[0].replace('_', '-')} is for a second stage: add --refine diffusion")
+    return moments.plan(request, schema, budget)
+
+
+REFINED = Method(
+    settings=RefinedSettings,
+    plan=plan,
+    gather=gather,
+    train=train,
+    options=Options,
+    presets=("default",),
+    accountant="prv",
+    instead=worth_it,
+    persons=True,
+)
+DATALENS = dataclasses.replace(MOMENTS, options=Options, plan=plan_moments)
