@@ -23,6 +23,7 @@ COUNT = 10
 NEAR = 1.0  # mean difference of pixels, of 255, that rounding on another machine may make
 CASES: dict[str, dict[str, Any]] = {
     "datalens": {"coordinates": 16, "texture": 8, "texture_steps": 2},
+    "refined": {"refine": "diffusion", "coordinates": 16, "refine_steps": 2, "pretraining": 2},
     "topagg": {"warm_start": "off", "teachers": 6, "steps": 2, "batch": 8},
     "datalens-paper": {"method": "datalens-paper", "network": "compact", "teachers": 6, "steps": 2, "batch": 8},
     "pategan": {"method": "pategan", "preset": "quick", "teachers": 6, "steps": 2, "batch": 10},
@@ -44,7 +45,7 @@ def images_of(case: dict[str, Any], folder: Path) -> list[list[int]]:
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the method's first preset on MNIST at ε = 1 and 10, without what depends on a machine."""
-    method = {key: case[key] for key in ("method", "warm_start", "network") if key in case}
+    method = {key: case[key] for key in ("method", "warm_start", "network", "refine") if key in case}
     found = {}
     for epsilon in (1.0, 10.0) if "inf" not in str(case.get("epsilon")) else (float("inf"),):
         options = TrainOptions(out=Path(), data="mnist", epsilon=epsilon, **method)

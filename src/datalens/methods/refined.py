@@ -48,7 +48,7 @@ from datalens.public import streams
 from datalens.public.threads import mapped
 from datalens.released import denoiser
 from datalens.released.denoiser import DiffusionModel, Network, Shape, channels_last, fresh_network
-from datalens.released.moments import MomentModel
+from datalens.released.moments import MomentModel, Start
 from datalens.run.folder import NoTeachers, Run
 from datalens.run.parked import park, unpark
 
@@ -127,22 +127,10 @@ class RefinedSettings(MomentSettings):
     def of_moments(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         return super().schedule(schema, budget)
 
-    def of_steps(self, schema: Schema) -> Schedule:
-        """Return the schedule of DP-SGD."""
-        return Schedule(
-            sigma=self.sigma,
-            rate=self.batch_size / schema.nominal_size,
-            steps=self.steps,
-            unit=float(GRID),
-            l2_bound=float(GRID),
-            row_unit="person" if schema.by_person else "record",
-            part=PART,
-        )
-
     # --- what it costs
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
-        event = self.of_steps(schema).event(repeats=self.steps, step=0, noise=self.origin)
+        event = schedule_of(self, schema).event(repeats=self.steps, step=0, noise=self.origin)
         sums = Part(
             name=f"{self.steps} sums of gradients",
             event=event,
@@ -171,7 +159,7 @@ class RefinedSettings(MomentSettings):
 
     def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
         """Return the moments that were charged, and all steps that the settings state."""
-        steps = self.of_steps(schema).event(repeats=1, step=0, noise=self.origin)
+        steps = schedule_of(self, schema).event(repeats=1, step=0, noise=self.origin)
         return [*((event, 1) for event in of_part(charged, "")), (steps, self.steps)]
 
     # --- for `verify`
@@ -183,7 +171,7 @@ class RefinedSettings(MomentSettings):
         problems = list(super().disagreements(schema, budget, tuple(own)))
         if len(own) + len(steps) != len(events):
             problems.append("the ledger was charged for parts that this method does not have")
-        planned = self.of_steps(schema)
+        planned = schedule_of(self, schema)
         sampled = [event for event in steps if isinstance(event, SubsampledGaussianEvent)]
         if len(sampled) != len(steps) or any(
             event != planned.event(repeats=event.repeats, step=event.step, noise=self.origin) for event in sampled
@@ -247,9 +235,23 @@ class RefinedSettings(MomentSettings):
 
     def seconds(self, schema: Schema) -> float:
         """Return an estimate of both stages, from a timed step on random images."""
-        each = seconds_of_an_image(self.shape_for(schema)) / torch.get_num_threads()
+        each = seconds_a_step(self.shape_for(schema)) / torch.get_num_threads()
         images = self.steps * self.batch_size + 0.7 * self.pretraining * PRE_BATCH
         return super().seconds(schema) * (1 + POOL / schema.nominal_size) + each * images
+
+
+def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
+    """Return the schedule of DP-SGD that these settings describe; they may come from a file."""
+    s, bound = settings, WholeRows(softening=SOFTENING).l2_bound
+    return Schedule(
+        sigma=s.sigma,
+        rate=s.batch_size / schema.nominal_size,
+        steps=s.steps,
+        unit=bound,
+        l2_bound=bound,
+        row_unit="person" if schema.by_person else "record",
+        part=PART,
+    )
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -319,13 +321,13 @@ MOST_STEPS, LEAST_STEPS = 400, 20
 
 def steps_within(minutes: float, settings: RefinedSettings, schema: Schema) -> int:
     """Return how many steps of DP-SGD take about so many minutes on this machine, from a timed step."""
-    each = seconds_of_an_image(settings.shape_for(schema)) / torch.get_num_threads()
+    each = seconds_a_step(settings.shape_for(schema)) / torch.get_num_threads()
     pretraining = 0.7 * each * settings.pretraining * PRE_BATCH
     return int(min(MOST_STEPS, max(LEAST_STEPS, (60 * minutes - pretraining) / (each * settings.batch_size))))
 
 
-def seconds_of_an_image(shape: Shape) -> float:
-    """Return the seconds that a row of a record takes on one core, from random images."""
+def seconds_a_step(shape: Shape) -> float:
+    """Return the seconds of a step of DP-SGD on one core for each of its records, from timed random images."""
     network, random = fresh_network(shape, 0), torch.Generator().manual_seed(0)
     engine = RowEngine(network, kind=kind_of_numbers(), device=torch.device("cpu"))
     size = WholeSum(WholeRows(softening=SOFTENING), engine.size, device=torch.device("cpu"))
@@ -370,8 +372,12 @@ class Maker:
 
     linear: denoiser.Linear
     settings: RefinedSettings
-    classes: int
-    kind: torch.dtype
+    schema: Schema
+    kind: torch.dtype = dataclasses.field(default_factory=lambda: kind_of_numbers())
+
+    @property
+    def classes(self) -> int:
+        return len(self.schema.classes)
 
     def __call__(self, images: Tensor, labels: Tensor, keys: Tensor, *, stage: str, step: int) -> Examples:
         """Add noise to images, uint8 [n, c, h, w]."""
@@ -677,45 +683,53 @@ class _Engines:
             engine.load(weights)
 
 
-def check_places(network: Network, make: Maker, data_shape: tuple[int, int, int]) -> None:
+def check_places(settings: RefinedSettings, schema: Schema) -> None:
     """Raise if a row depends, on this machine, on the place of its record in a chunk, or on its neighbours.
 
-    Random images are given to the network in two orders and among two sets of others; rows must be equal bit for bit.
+    Random images are given to a random network in two orders and among two sets of others; rows must be equal bit for
+    bit.
     """
-    random = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2 * CHUNK, *data_shape), dtype=torch.uint8, generator=random)
-    labels, keys = torch.arange(2 * CHUNK) % make.classes, torch.arange(2 * CHUNK)
-    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
+    classes, random = len(schema.classes), torch.Generator().manual_seed(0)
+    start = Start(
+        shape=schema.shape,
+        means=torch.rand(classes, settings.coordinates, generator=random),
+        factors=torch.rand(classes, settings.coordinates, settings.coordinates, generator=random),
+    )
+    make = Maker(linear=denoiser.Linear(start=start), settings=settings, schema=schema)
+    network = fresh_network(settings.shape_for(schema), settings.seed)
+    for value in network.parameters():
+        value.data += 0.05 * torch.randn(value.shape, generator=random)
+    images = torch.randint(256, (2 * CHUNK, *schema.shape), dtype=torch.uint8, generator=random)
+    labels, keys = torch.arange(2 * CHUNK) % classes, torch.arange(2 * CHUNK)
+    if not rounds_alike(RowEngine(network, kind=make.kind, device=torch.device("cpu")), make, images, labels, keys):
+        raise DatalensError(
+            "on this machine the gradient of a record depends on its place in a batch, so that its bound would not "
+            "hold, and nothing was charged: use --refine off"
+        )
+
+
+def rounds_alike(engine: RowEngine, make: Maker, images: Tensor, labels: Tensor, keys: Tensor) -> bool:
+    """Return whether rows of 2·CHUNK records are the same bits in another order and among others."""
 
     def rows(at: Tensor) -> Tensor:
         examples = make(images[at], labels[at], keys[at], stage="tried", step=0)
         return engine.rows(examples.losses, records=CHUNK).clone()
 
-    first = rows(torch.arange(CHUNK))
-    turned = rows(torch.arange(CHUNK).flip(0)).flip(0)
-    half = CHUNK // 2
-    mixed = rows(torch.cat([torch.arange(CHUNK, CHUNK + half), torch.arange(half)]))[half:]
-    if not (torch.equal(first, turned) and torch.equal(first[:half], mixed)):
-        raise DatalensError(
-            "on this machine the gradient of a record depends on its place in a batch, so that its bound does not "
-            "hold: nothing more was charged; use --refine off"
-        )
+    here, half = torch.arange(CHUNK), CHUNK // 2
+    first = rows(here)
+    mixed = rows(torch.cat([here + CHUNK, here])[half : half + CHUNK])[half:]
+    return torch.equal(first, rows(here.flip(0)).flip(0)) and torch.equal(first[:half], mixed)
 
 
 def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Place) -> DiffusionModel:
     """Release the moments, pre-train, and take all steps that are charged already or fit into the budget."""
     s = settings
+    check_places(s, run.schema)
     model = moments.train(run, data.rows, s, place)
-    make = Maker(
-        linear=denoiser.Linear(start=model.start),
-        settings=s,
-        classes=len(run.schema.classes),
-        kind=kind_of_numbers(),
-    )
+    make = Maker(linear=denoiser.Linear(start=model.start), settings=s, schema=run.schema)
     network = pretrained(run, model, s, make)
-    check_places(network, make, run.schema.shape)
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
-    gate = GradientGate(run.ledger, s.of_steps(run.schema), noise, left=unpark(run, part=PART))
+    gate = GradientGate(run.ledger, schedule_of(s, run.schema), noise, left=unpark(run, part=PART))
     trainer = Trainer(network, gate, data, make)
     for step in run.steps(s.steps, student=trainer, teachers=NoTeachers(), part=PART):
         if gate.left == 0 and gate.charged >= gate.schedule.steps:

@@ -1,0 +1,350 @@
+"""The second stage: what a record adds to a step, what it costs, and what is caught if it is done wrong."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datalens.bounded.whole_rows import GRID, WholeRows, WholeSum
+from datalens.data.records import Dataset
+from datalens.data.schema import PERSON, Schema
+from datalens.errors import DatalensError
+from datalens.gradients.rows import RowEngine
+from datalens.methods import refined
+from datalens.methods.refined import CHUNK, Maker, RefinedRecords, RefinedSettings, Trainer
+from datalens.options import TrainOptions
+from datalens.plans.base import Place
+from datalens.plans.registry import make_plan, read_settings
+from datalens.privacy.accountant import Accountant
+from datalens.privacy.dpsgd import GradientGate
+from datalens.privacy.ledger import Budget, Ledger
+from datalens.privacy.noise import SeededNoise
+from datalens.released import denoiser
+from datalens.released.denoiser import Linear, Network, facts_of, fresh_network, noise_levels
+from datalens.released.moments import Start
+
+SCHEMA = Schema(name="toy", height=8, width=8, channels=1, classes=("a", "b", "c"), nominal_size=200)
+CPU = torch.device("cpu")
+
+
+def planned(schema: Schema = SCHEMA, **options) -> tuple[Budget, RefinedSettings]:
+    given = {"epsilon": 10.0, "data": "toy", "refine": "diffusion", "refine_steps": 4, "pretraining": 2} | options
+    budget, settings = make_plan(TrainOptions(out=Path("x"), **given), schema)
+    assert isinstance(settings, RefinedSettings)
+    return budget, settings
+
+
+def start_of(settings: RefinedSettings, schema: Schema = SCHEMA) -> Start:
+    random, size = torch.Generator().manual_seed(1), settings.coordinates
+    factors = 0.1 * torch.randn(len(schema.classes), size, size, generator=random)
+    return Start(shape=schema.shape, means=torch.rand(len(schema.classes), size, generator=random), factors=factors)
+
+
+def data_of(count: int, schema: Schema = SCHEMA, *, ids: list[str] | None = None) -> Dataset:
+    random = np.random.default_rng(0)
+    return Dataset(
+        schema=schema,
+        images=random.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8),
+        labels=random.integers(0, 3, count),
+        ids=None if ids is None else np.array(ids, dtype=object),
+    )
+
+
+def gathered(data: Dataset, settings: RefinedSettings, tmp_path: Path) -> RefinedRecords:
+    return refined.gather(data, settings, Place(device=CPU, folder=tmp_path))
+
+
+def trainer(settings: RefinedSettings, data: RefinedRecords | None, tmp_path: Path, *, schema: Schema = SCHEMA):
+    budget, _ = planned(schema)
+    ledger = Ledger.create(
+        tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", dataclasses.replace(budget, epsilon=1e5)
+    )
+    gate = GradientGate(ledger, refined.schedule_of(settings, schema), SeededNoise(0))
+    network = fresh_network(settings.shape_for(schema), 0)
+    with torch.no_grad():
+        for value in network.parameters():
+            value += 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+    return Trainer(
+        network, gate, data, Maker(linear=Linear(start=start_of(settings)), settings=settings, schema=schema)
+    )
+
+
+def without(data: Dataset, gone: list[int]) -> Dataset:
+    kept = np.setdiff1d(np.arange(len(data.images)), gone)
+    ids = None if data.ids is None else data.ids[kept]
+    return dataclasses.replace(data, images=data.images[kept], labels=data.labels[kept], ids=ids)
+
+
+def sum_of(settings: RefinedSettings, data: Dataset, tmp_path: Path, *, schema: Schema = SCHEMA) -> torch.Tensor:
+    """The sum of everybody's rows."""
+    records = gathered(data, settings, tmp_path)
+    return trainer(settings, records, tmp_path, schema=schema)._sum(torch.arange(records.units), 0)._total
+
+
+# --- what one record, or person, adds ---------------------------------------------------------------------------------
+
+
+def test_a_record_that_goes_takes_its_own_row_with_it_and_nothing_else(tmp_path: Path) -> None:
+    """So every other record's row is the same to the last bit, though each of them has another place."""
+    _, settings = planned()
+    data = data_of(45)
+    whole = sum_of(settings, data, tmp_path)
+    for gone in (0, 17, 44):
+        rest = sum_of(settings, without(data, [gone]), tmp_path)
+        alone = sum_of(settings, without(data, [i for i in range(45) if i != gone]), tmp_path)
+        assert torch.equal(whole - rest, alone)
+        assert 0.9 * GRID < float(alone.norm()) <= GRID
+
+
+def test_the_sum_does_not_depend_on_the_order_of_records_or_on_threads(tmp_path: Path) -> None:
+    _, settings = planned()
+    data = data_of(40)
+    order = np.random.default_rng(1).permutation(40)
+    turned = dataclasses.replace(data, images=data.images[order], labels=data.labels[order])
+    whole, before = sum_of(settings, data, tmp_path), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(sum_of(settings, turned, tmp_path), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_person_has_one_row_whatever_the_number_of_their_images(tmp_path: Path) -> None:
+    schema = dataclasses.replace(SCHEMA, record_unit=PERSON)
+    _, settings = planned(schema)
+    ids = ["p"] * 30 + [f"q{i // 2}" for i in range(12)]
+    data = data_of(42, schema, ids=ids)
+    whole = sum_of(settings, data, tmp_path, schema=schema)
+    rest = sum_of(settings, without(data, list(range(30))), tmp_path, schema=schema)
+    assert 0.9 * GRID < float((whole - rest).norm()) <= GRID
+    turned = dataclasses.replace(data, images=data.images[::-1], labels=data.labels[::-1], ids=data.ids[::-1])
+    assert torch.equal(sum_of(settings, turned, tmp_path, schema=schema), whole)
+    # The broken twin: an image, not a person, has a row.
+    images = dataclasses.replace(data, schema=SCHEMA, ids=None)
+    twin = sum_of(settings, images, tmp_path) - sum_of(settings, without(images, list(range(30))), tmp_path)
+    assert float(twin.norm()) > 2 * GRID
+
+
+def test_which_image_of_a_person_is_used_changes_with_the_step(tmp_path: Path) -> None:
+    schema = dataclasses.replace(SCHEMA, record_unit=PERSON)
+    _, settings = planned(schema)
+    records = gathered(data_of(40, schema, ids=[f"p{i // 10}" for i in range(40)]), settings, tmp_path)
+    drawn = {tuple(records.chosen(torch.arange(4), seed=0, step=step)[2].tolist()) for step in range(8)}
+    assert len(drawn) == 8
+    for keys in drawn:
+        for person, key in enumerate(keys):
+            assert key in records.keys[10 * person : 10 * person + 10]
+
+
+class Mixing(torch.nn.Module):
+    """The broken twin: its output for one image depends on the others."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.inner = network
+
+    def forward(self, inputs: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
+        found = self.inner(inputs, facts)
+        return found + found.mean(dim=0, keepdim=True)
+
+
+def test_it_is_tried_whether_rows_depend_on_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, settings = planned()
+    refined.check_places(settings, SCHEMA)  # this machine does it right
+    engine = refined.RowEngine
+    monkeypatch.setattr(refined, "RowEngine", lambda network, **facts: engine(Mixing(network), **facts))
+    with pytest.raises(DatalensError, match="nothing was charged: use --refine off"):
+        refined.check_places(settings, SCHEMA)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (1, 9, 11), (3, 64, 48)])
+def test_images_of_all_sizes_go_through_the_network(shape: tuple[int, int, int]) -> None:
+    channels, height, width = shape
+    schema = dataclasses.replace(SCHEMA, height=height, width=width, channels=channels)
+    _, settings = planned(schema, coordinates=20, texture=0)
+    refined.check_places(settings, schema)
+
+
+def test_rows_that_are_not_cut_are_too_long(tmp_path: Path) -> None:
+    """The broken twins of the bound: gradients as they are, and cut only after they were added."""
+    _, settings = planned()
+    one = trainer(settings, gathered(data_of(32), settings, tmp_path), tmp_path)
+    images, labels, keys = one._data.chosen(torch.arange(CHUNK), seed=0, step=0)
+    examples = one._make(images, labels, keys, stage="records", step=0)
+    raw = one._layout.rows(examples.losses, records=CHUNK).float()
+    uncut = raw * GRID / float(raw.norm(dim=1).mean())
+    assert float(uncut.norm(dim=1).max()) > GRID
+    late = raw.sum(dim=0) * GRID / float(raw.sum(dim=0).norm())
+    rest = raw[1:].sum(dim=0) * GRID / float(raw[1:].sum(dim=0).norm())
+    cut = WholeSum(WholeRows(softening=refined.SOFTENING), one._layout.size, device=CPU)
+    cut.add(raw[:1], torch.ones(1))
+    assert float(cut._total.norm()) <= GRID < float((late * CHUNK - rest * (CHUNK - 1)).norm())
+
+
+def test_every_step_has_its_own_sample_and_its_own_noise(tmp_path: Path) -> None:
+    _, settings = planned()
+    one = trainer(settings, gathered(data_of(150), settings, tmp_path), tmp_path)
+    samples, noises = [], []
+    real_sum, real_release = one._sum, one._gate.release
+
+    def watched_sum(sample: torch.Tensor, number: int) -> WholeSum:
+        samples.append(tuple(sample.tolist()))
+        return real_sum(sample, number)
+
+    def watched_release(total):  # type: ignore[no-untyped-def]
+        found = real_release(total)
+        noises.append(found.value[0] - total.private_total[0].numpy())
+        return found
+
+    one._sum, one._gate.release = watched_sum, watched_release  # type: ignore[method-assign]
+    for step in range(4):
+        one.step(step)
+    assert len(set(samples)) == 4
+    assert len({len(sample) for sample in samples}) > 1  # a shuffle would have one size
+    sigma = refined.schedule_of(settings, SCHEMA).sigma * GRID
+    for i, noise in enumerate(noises):
+        assert float(noise.std()) == pytest.approx(sigma, rel=0.02)
+        for other in noises[:i]:
+            assert abs(float(np.corrcoef(noise, other)[0, 1])) < 0.02  # noise drawn once would be equal
+    with pytest.raises(DatalensError, match="all 4 steps of the schedule are charged"):
+        one.step(4)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 3.0, 10.0])
+def test_both_stages_together_cost_the_budget_and_no_more(epsilon: float) -> None:
+    budget, settings = planned(epsilon=epsilon, refine_steps=20, refine_batch=50)
+    plan = [(part.event, part.times) for part in settings.schedule(SCHEMA, budget)]
+    price = budget.pricing().price(plan, budget.delta)
+    assert budget.accountant == "prv"
+    assert 0.98 * epsilon < price <= epsilon
+    assert Accountant(name="pld").price(plan, budget.delta) == pytest.approx(price, rel=0.02)
+    assert sum(line["share"] for line in settings.costs(SCHEMA, budget)) == pytest.approx(1)
+    own = settings.own_budget(budget)
+    assert own.epsilon < epsilon
+    alone = [(part.event, part.times) for part in settings.of_moments(SCHEMA, budget)]
+    assert Accountant(name="exact").price(alone, budget.delta) == pytest.approx(own.epsilon, rel=1e-4)
+
+
+def test_without_a_budget_there_is_no_noise() -> None:
+    _, settings = planned(epsilon=math.inf)
+    assert settings.sigma == 0
+
+
+def test_settings_are_read_again_and_nothing_else_is() -> None:
+    _, settings = planned()
+    fields = settings.as_dict()
+    assert read_settings(fields) == settings
+    for change in (
+        {"sigma": -1.0},
+        {"moments_share": 1.5},
+        {"wide": 100_000},
+        {"begin": 50.0},
+        {"steps": 0},
+        {"refine": "x"},
+    ):
+        with pytest.raises(DatalensError):
+            read_settings(fields | change)
+    with pytest.raises(DatalensError):
+        read_settings({name: value for name, value in fields.items() if name != "sigma"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"relation": "replace-one"}, "add-remove only"),
+        ({"accountant": "exact"}, "leave --accountant out"),
+        ({"moments_share": 1.0}, "between 0 and 1"),
+        ({"refine_batch": 500}, "at most the 200 records"),
+        ({"refine": "off"}, "add --refine diffusion"),
+        ({"refine": None}, "add --refine diffusion"),
+        ({"warm_start": "off"}, "private moments"),
+        ({"engine": "dask", "workers": 2}, "one process"),
+        ({"refine": "much"}, "auto, off, diffusion"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_line(options: dict, words: str) -> None:
+    with pytest.raises(DatalensError, match=words):
+        planned(**options)
+
+
+def test_auto_stays_with_moments_where_there_is_little_to_learn_from() -> None:
+    budget, settings = make_plan(TrainOptions(out=Path("x"), data="toy", epsilon=1.0, refine="auto"), SCHEMA)
+    assert not isinstance(settings, RefinedSettings)
+    assert budget.accountant == "exact"
+
+
+# --- the network and its sampler --------------------------------------------------------------------------------------
+
+
+def test_the_linear_estimate_is_the_best_one_for_gaussian_images() -> None:
+    _, settings = planned()
+    start = start_of(settings)
+    linear, random = Linear(start=start), torch.Generator().manual_seed(0)
+    labels = torch.zeros(4000, dtype=torch.int64)
+    normal = torch.randn(4000, settings.coordinates, generator=random)
+    clear = 2 * start.basis.inverse(start.means[0] + normal @ start.factors[0].mT) - 1
+    errors = {}
+    for noise in (0.3, 0.6, 2.0):
+        noisy = clear + noise * torch.randn(clear.shape, generator=random)
+        found = linear(noisy, labels, torch.full((4000,), noise))
+        errors[noise] = float((found - clear).square().mean())
+        assert errors[noise] < 0.9 * noise**2
+        wrong = linear(noisy, labels + 1, torch.full((4000,), noise))
+        assert float((wrong - clear).square().mean()) > errors[noise]
+    spread = float((clear - clear.mean(dim=0)).square().mean())
+    assert errors[0.3] < errors[0.6] < errors[2.0] < spread
+
+
+def test_an_untrained_network_corrects_nothing_and_no_image_knows_of_another() -> None:
+    shape = denoiser.Shape(image=(1, 8, 8), classes=3, wide=8, deep=8, hidden=8)
+    network = fresh_network(shape, 0)
+    inputs = torch.randn(6, 8, 4, 4)
+    facts = facts_of(torch.arange(6) % 3, torch.rand(6) + 0.1, 3)
+    assert not network(inputs, facts).any()
+    torch.nn.init.normal_(network.leave.weight)
+    whole = network(inputs, facts)
+    assert torch.allclose(network(inputs[2:3], facts[2:3]), whole[2:3], atol=1e-4)
+    assert sum(value.numel() for value in network.parameters()) == shape.parameters
+
+
+def test_noise_levels_fall_to_zero() -> None:
+    levels = noise_levels(1.0, 10)
+    assert levels[0] == pytest.approx(1.0)
+    assert levels[-1] == 0
+    assert all(a > b for a, b in itertools.pairwise(levels))
+
+
+def test_pretraining_learns_what_it_is_shown(tmp_path: Path) -> None:
+    """And its broken twin, whose labels say nothing, learns less about classes."""
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(256) % 3
+    images = torch.zeros(256, 1, 8, 8)
+    for i, label in enumerate(labels.tolist()):
+        images[i, 0, :, 2 * label : 2 * label + 2] = 1
+    images = (images * 200 + 20 * torch.rand(images.shape, generator=random)).to(torch.uint8)
+    _, settings = planned()
+    start = Start(shape=(1, 8, 8), means=torch.zeros(3, 10), factors=0.1 * torch.eye(10).repeat(3, 1, 1))
+    make = Maker(linear=Linear(start=start), settings=settings, schema=SCHEMA, kind=torch.float32)
+
+    def loss_after(steps: int, told: torch.Tensor) -> float:
+        network = fresh_network(settings.shape_for(SCHEMA), 0)
+        engine = RowEngine(network, kind=torch.float32, device=CPU)
+        adam = refined.Adam.of(engine.flat(network))
+        for step in range(steps):
+            parts = [(images, told, torch.arange(256))]
+            gradient = refined._plain_gradient(engine, network, adam, parts, make, step=step)
+            adam.step(gradient / 256, rate=2e-3, steps=steps)
+        engine.put(adam.weights, network)
+        with torch.no_grad():
+            return float(make(images, told, torch.arange(256), stage="held out", step=0).losses(network).mean())
+
+    before, after = loss_after(0, labels), loss_after(40, labels)
+    assert after < 0.5 * before
+    assert after < loss_after(40, labels[torch.randperm(256, generator=random)])
