@@ -45,8 +45,10 @@ from tests.e2e.conftest import call
 Lines = list[dict[str, Any]]
 
 QUICK = ("train", "--data", "digits", "--preset", "quick")
+REFINED = ("--refine", "diffusion", "--refine-steps", "4", "--pretraining", "1")
 METHODS: dict[str, tuple[str, ...]] = {
     "moments": ("train", "--data", "digits", "--epsilon", "4", "--coordinates", "6", "--texture", "6"),
+    "refined": ("train", "--data", "digits", "--epsilon", "4", "--coordinates", "6", "--texture", "6", *REFINED),
     "topagg": (*QUICK, "--warm-start", "off", "--teachers", "20", "--steps", "6", "--batch", "10"),
     "dpgan": (*QUICK, "--method", "dpgan", "--epsilon", "8", "--steps", "2"),
     "dpsgd-gan": (*QUICK, "--method", "dpsgd-gan", "--epsilon", "8", "--steps", "2"),

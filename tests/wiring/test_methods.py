@@ -32,7 +32,7 @@ def test_the_whole_registry_is_walked() -> None:
     walked = {options.get("method", SGD) for options in OURS.values()}
     assert walked == {*names(), SGD}
     assert {options["compress"] for options in OURS.values() if "compress" in options} == set(COMPRESSORS)
-    assert "datalens moments" in OURS
+    assert {"datalens moments", "datalens refined"} <= set(OURS)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -42,7 +42,8 @@ def test_relations_and_units_that_are_not_offered_are_refused(name: str) -> None
     offered = {(relation, person): subject(name, OURS[name], relation, person=person) for relation, person in RELATIONS}
     assert offered[("add-remove", False)] is not None
     assert (offered[("add-remove", True)] is not None) == (method == SGD or method_named(method).persons)
-    assert (offered[("replace-one", False)] is not None) == (method not in ("dpgan", "dpsgd-gan", SGD))
+    sampled = method in ("dpgan", "dpsgd-gan", SGD) or "refine" in OURS[name]
+    assert (offered[("replace-one", False)] is None) == sampled
 
 
 def test_a_method_that_cannot_be_planned_is_an_error() -> None:

@@ -237,7 +237,7 @@ class RefinedSettings(MomentSettings):
         """Return an estimate of both stages, from a timed step on random images."""
         each = seconds_a_step(self.shape_for(schema)) / torch.get_num_threads()
         images = self.steps * self.batch_size + 0.7 * self.pretraining * PRE_BATCH
-        return super().seconds(schema) * (1 + POOL / schema.nominal_size) + each * images
+        return super().seconds(schema) * (1 + min(POOL, self.pretraining * PRE_BATCH) / schema.nominal_size) + each * images
 
 
 def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
@@ -258,7 +258,7 @@ def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
 
 MOMENTS_SHARE = 0.1
 STEPS, BATCH, LARGEST_SAMPLE = 100, 8192, 0.25
-PRETRAINING, PRE_BATCH, POOL = 1500, 256, 20_000  # steps; images in a step; images drawn from the moments
+PRETRAINING, PRE_BATCH, POOL = 1500, 256, 20_000  # steps; images in a step; most images drawn from the moments
 NETWORK: dict[str, Any] = {"wide": 48, "deep": 64, "hidden": 64}
 LEVELS: dict[str, Any] = {"noise_median": 0.3, "noise_spread": 1.0, "begin": 1.0}
 RATE = 1e-3
@@ -474,10 +474,10 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
 
 def _pool(model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Tensor]:
     """Draw the images for pre-training, with as many of each class as the released counts say."""
-    random = streams.generator(s.seed, "pool")
-    drawn = model.sizes.to(torch.float64).multinomial(POOL, replacement=True, generator=random)
+    random, count = streams.generator(s.seed, "pool"), min(POOL, s.pretraining * PRE_BATCH)
+    drawn = model.sizes.to(torch.float64).multinomial(count, replacement=True, generator=random)
     labels, images = model.present[drawn], []
-    with bar("images from the moments", POOL) as (progress, task):
+    with bar("images from the moments", count) as (progress, task):
         for part in labels.split(250):
             images.append((model.images(part, random) * 255).round().to(torch.uint8))
             progress.advance(task, len(part))

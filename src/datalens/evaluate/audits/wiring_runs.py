@@ -32,6 +32,8 @@ SIDE, COUNT, CLASSES = 8, 180, 2
 EPSILON, DELTA = 50.0, 1e-5
 SIZES: dict[str, Any] = {"teachers": 3, "steps": 3, "batch": 4}  # options of those methods that have them
 TINY: dict[str, Any] = {"k": 8, "basis": "dct", "basis_size": 16, "network": "spectral"}
+REFINED: dict[str, Any] = {"refine": "diffusion", "refine_steps": 3, "refine_batch": 4, "pretraining": 1}
+REFINED |= {"accountant": "rdp-improved"}  # a quick one
 EACH = 3  # records of a person
 NAME = "records.npz"
 SGD, OURS = "sgd", ("datalens", "datalens-paper")
@@ -182,7 +184,9 @@ def asked(method: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         if name != "datalens":
             yield name, {"method": name} | SIZES | TINY
             continue
-        yield "datalens moments", {"method": "datalens", "coordinates": 9, "texture": 3, "texture_steps": 1}
+        moments = {"method": "datalens", "coordinates": 9, "texture": 3, "texture_steps": 1}
+        yield "datalens moments", moments
+        yield "datalens refined", moments | REFINED
         for compress in (*COMPRESSORS, *available("compressors")):
             yield f"datalens {compress}", votes | {"compress": compress}
         for mechanism in available("mechanisms"):
