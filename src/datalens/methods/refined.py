@@ -237,7 +237,10 @@ class RefinedSettings(MomentSettings):
         """Return an estimate of both stages, from a timed step on random images."""
         each = seconds_a_step(self.shape_for(schema)) / torch.get_num_threads()
         images = self.steps * self.batch_size + 0.7 * self.pretraining * PRE_BATCH
-        return super().seconds(schema) * (1 + min(POOL, self.pretraining * PRE_BATCH) / schema.nominal_size) + each * images
+        return (
+            super().seconds(schema) * (1 + min(POOL, self.pretraining * PRE_BATCH) / schema.nominal_size)
+            + each * images
+        )
 
 
 def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
