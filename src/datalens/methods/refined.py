@@ -1,10 +1,12 @@
 """Private moments, then a diffusion model: a second stage that makes images look and work like images.
 
 1. Private moments are released with a part of the budget (`methods.moments`).
-2. A small network is pre-trained to remove noise from images drawn from these moments, which costs nothing.
-3. The network is trained on records by DP-SGD with the rest of the budget: Poisson samples, one row per record (or
+2. A linear classifier of texture is trained on all records at once, by noisy sums of one bounded row per record.
+3. A small network is pre-trained to remove noise from images drawn from the moments, which costs nothing.
+4. The network is trained on records by DP-SGD with the rest of the budget: Poisson samples, one row per record (or
    person), every row brought to one length, one charge for a block of steps (`gradients.rows`, `privacy.dpsgd`).
-4. Images are drawn from the moments, with noise added, and the network removes the noise (`released.denoiser`).
+5. Images are drawn from the moments, with noise added, the network removes the noise, and the classifier says which
+   class each image has come to show (`released.denoiser`).
 
 A record's row depends on that record, on released weights and on public numbers, and on nothing else. Which noise is
 added to an image follows from a hash of the record and the number of the step, not from its place in a batch. Rows are
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -36,23 +39,26 @@ from datalens.gradients.rows import RowEngine
 from datalens.methods import moments
 from datalens.methods.moments import MOMENTS, MomentSettings
 from datalens.options import Number, WholeNumber
-from datalens.plans.base import Method, Part, Place, Request, checked, cost, gaps_of_blocks, known
+from datalens.plans.base import Method, Part, Place, Request, checked, cost, gaps_of_blocks, gaussian_event, known
 from datalens.privacy.accountant import Accountant
 from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, poisson_sample
-from datalens.privacy.events import Charge, Event, SubsampledGaussianEvent, of_part
+from datalens.privacy.events import ROUNDING, Charge, Event, SubsampledGaussianEvent, of_part
 from datalens.privacy.ledger import Budget
-from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise
-from datalens.private.moments import RecordRows
+from datalens.privacy.mechanisms import make_mechanism
+from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise, open_noise
+from datalens.private.moments import FINE, RecordRows
 from datalens.progress import bar
 from datalens.public import streams
+from datalens.public.texture import Texture
 from datalens.public.threads import mapped
 from datalens.released import denoiser
+from datalens.released import moments as released
 from datalens.released.denoiser import DiffusionModel, Network, Shape, channels_last, fresh_network
 from datalens.released.moments import MomentModel, Start
 from datalens.run.folder import NoTeachers, Run
 from datalens.run.parked import park, unpark
 
-PART = "refinement"  # the name of the second stage in every charge
+PART, LABELS = "refinement", "labels"  # the names of the second stage's releases in every charge
 CHUNK = 16  # images whose gradients are computed together: more would not stay in the processor's cache
 SOFTENING = 0.01  # gradients much shorter than this count for less
 PRETRAINED = "pretrained.safetensors"  # in a run folder; made of released values alone
@@ -70,6 +76,8 @@ class Options(moments.Options):
     """About how many minutes the second stage may take on this machine; decides its steps."""
     moments_share: Number = None
     """Share of the budget (in mu²) that the moments get, if there is a second stage."""
+    labels_share: Number = None
+    """Share of a linear classifier, which says what class a refined image shows; 0: none."""
     refine_steps: WholeNumber = None
     """Steps of DP-SGD."""
     refine_batch: WholeNumber = None
@@ -92,8 +100,11 @@ class RefinedSettings(MomentSettings):
     charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
     makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "diffusion"
 
+    ZERO: ClassVar[tuple[str, ...]] = (*MomentSettings.ZERO, "rounds")
     refine: Literal["diffusion"]
     moments_share: float  # of the budget (in mu²) for the moments
+    labels_share: float  # for a linear classifier of texture
+    rounds: int  # of training it; 0: there is none
     pretraining: int  # steps on images drawn from the moments
     steps: int  # of DP-SGD
     batch_size: int  # expected number of records in a step
@@ -110,8 +121,8 @@ class RefinedSettings(MomentSettings):
     def from_dict(cls, fields: dict[str, Any]) -> "RefinedSettings":
         MomentSettings.from_dict({name: fields[name] for name in MomentSettings.__dataclass_fields__ if name in fields})
         settings: RefinedSettings = checked(cls, fields, zero=cls.ZERO)
-        if not 0 < settings.moments_share < 1:
-            raise DatalensError("the setting moments_share must lie between 0 and 1")
+        if not (settings.moments_share > 0 and settings.moments_share + settings.labels_share < 1):
+            raise DatalensError("the settings moments_share and labels_share do not fit together")
         if max(settings.wide, settings.deep, settings.hidden) > 512 or settings.begin > denoiser.MOST_NOISE:
             raise DatalensError("the settings of the network are larger than any that datalens makes")
         return settings
@@ -127,6 +138,29 @@ class RefinedSettings(MomentSettings):
     def of_moments(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
         return super().schedule(schema, budget)
 
+    def of_labels(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
+        """Return the rounds of the linear classifier: sums over all records, of one noise, like those of moments."""
+        if self.rounds == 0:
+            return ()
+        cells, bound = (Texture(schema.shape).size + 1) * len(schema.classes), float(HEAD_GRID**2)
+        facts: dict[str, Any] = {"relation": budget.relation, "step": 0, "noise": self.origin, "part": LABELS}
+        facts |= {"row_unit": self.unit, "l2_bound": bound, "diameter": 2 * bound, "queries": 1}
+        facts |= {"sigma": self.sigma_of_labels(budget), "coordinates": cells}
+        event = gaussian_event(self.noise, facts)
+        relative = event.sigma / bound / schema.nominal_size
+        name = "sum of errors of a linear classifier"
+        return (
+            Part(name=name, event=event, sensitivity=bound, times=self.rounds, cells=cells, noise_to_signal=relative),
+        )
+
+    def sigma_of_labels(self, budget: Budget) -> float:
+        """Return σ of every round: all rounds together have their share of mu²."""
+        if math.isinf(budget.epsilon):
+            return 0.0
+        mu_squared = self.labels_share * exact_mu_squared(budget) * (1 - 1e-6) / self.rounds
+        rounding = ROUNDING if self.noise == "discrete-gaussian" else 0.0
+        return math.sqrt(float(HEAD_GRID**2) ** 2 / mu_squared + rounding)
+
     # --- what it costs
 
     def schedule(self, schema: Schema, budget: Budget) -> tuple[Part, ...]:
@@ -139,37 +173,50 @@ class RefinedSettings(MomentSettings):
             cells=self.shape_for(schema).parameters,
             noise_to_signal=self.sigma / self.batch_size,
         )
-        return (*self.of_moments(schema, budget), sums)
+        return (*self.of_moments(schema, budget), *self.of_labels(schema, budget), sums)
 
     def costs(self, schema: Schema, budget: Budget) -> list[dict[str, Any]]:
         """Return a line for each release of the moments, and one for all steps of DP-SGD.
 
         There is no exact mu² of sampled steps. Their share is what the moments leave.
         """
-        lines = super().costs(schema, budget)
-        sums = self.schedule(schema, budget)[-1]
-        last = cost(
-            sums.name, 1 - self.moments_share, sums.event.sigma, sums.sensitivity, sums.cells, sums.noise_to_signal
-        )
-        lines = self.release_costs(schema, budget)
-        return [line | {"share": self.moments_share * line["share"]} for line in lines] + [last]
+        labels, sums = self.of_labels(schema, budget), self.schedule(schema, budget)[-1]
+        rest = 1 - self.moments_share - self.labels_share
+        shares = [(part, self.labels_share) for part in labels] + [(sums, rest)]
+        return [line | {"share": self.moments_share * line["share"]} for line in self.release_costs(schema, budget)] + [
+            cost(
+                part.name if part.times == 1 else f"{part.times} × {part.name}",
+                share,
+                part.event.sigma,
+                part.sensitivity,
+                part.cells,
+                part.noise_to_signal,
+            )
+            for part, share in shares
+        ]
 
     def steps_paid(self, events: Sequence[Charge]) -> int:
         return sum(event.repeats for event in events if isinstance(event, SubsampledGaussianEvent))
 
     def whole_plan(self, schema: Schema, budget: Budget, charged: Sequence[Charge]) -> list[tuple[Event, int]]:
-        """Return the moments that were charged, and all steps that the settings state."""
+        """Return the moments that were charged, and all rounds and steps that the settings state."""
         steps = schedule_of(self, schema).event(repeats=1, step=0, noise=self.origin)
-        return [*((event, 1) for event in of_part(charged, "")), (steps, self.steps)]
+        labels = [(part.event, part.times) for part in self.of_labels(schema, budget)]
+        return [*((event, 1) for event in of_part(charged, "")), *labels, (steps, self.steps)]
 
     # --- for `verify`
 
     def disagreements(self, schema: Schema, budget: Budget, events: tuple[Event, ...]) -> list[str]:
-        """Compare the ledger's two parts with these settings."""
+        """Compare the ledger's parts with these settings."""
         charges = known(events)
-        own, steps = of_part(charges, ""), of_part(charges, PART)
+        own, labels, steps = (of_part(charges, part) for part in ("", LABELS, PART))
         problems = list(super().disagreements(schema, budget, tuple(own)))
-        if len(own) + len(steps) != len(events):
+        expected = [part.event for part in self.of_labels(schema, budget)]
+        if not all(_alike(dataclasses.replace(event, step=0), expected) for event in labels):
+            problems.append("the ledger has other rounds of the linear classifier than the settings state")
+        if sorted({event.step for event in labels}) != list(range(len(labels))) or len(labels) > self.rounds:
+            problems.append("the ledger has gaps among the rounds of the linear classifier, or too many of them")
+        if len(own) + len(labels) + len(steps) != len(events):
             problems.append("the ledger was charged for parts that this method does not have")
         planned = schedule_of(self, schema)
         sampled = [event for event in steps if isinstance(event, SubsampledGaussianEvent)]
@@ -185,6 +232,8 @@ class RefinedSettings(MomentSettings):
         problems = super().wrong_weights(model.moments, of_part(events, ""))
         if (model.network.shape.sizes, model.begin) != ((self.wide, self.deep, self.hidden), self.begin):
             problems.append("the weights are of another network than the settings state")
+        if len(model.head.weights) > 0 and len(of_part(events, LABELS)) < self.rounds:
+            problems.append("the weights have a linear classifier, and the ledger lacks charges for it")
         return problems
 
     # --- how it is described
@@ -193,8 +242,8 @@ class RefinedSettings(MomentSettings):
         said = super().mechanism_for(budget, by_person=by_person)
         unit = "person" if by_person else "record"
         return {
-            "name": f"{said['name']}; then sums of per-{unit} gradients over Poisson samples with Gaussian noise "
-            "(DP-SGD of a diffusion model)",
+            "name": f"{said['name']}; sums of errors of a linear classifier; then sums of per-{unit} gradients over "
+            "Poisson samples with Gaussian noise (DP-SGD of a diffusion model)",
             "sensitivity": f"{said['sensitivity']}; one {unit} has one row of one length in a step",
         }
 
@@ -222,7 +271,8 @@ class RefinedSettings(MomentSettings):
         return "--refine diffusion runs in one process: leave torchrun out"
 
     def release_name(self, event: Charge) -> str | None:
-        return "sums of gradients" if event.part == PART else super().release_name(event)
+        names = {PART: "sums of gradients", LABELS: "errors of a linear classifier"}
+        return names.get(event.part) or super().release_name(event)
 
     def facts(self, events: Sequence[Event]) -> dict[str, Any]:
         names = ("refine", "moments_share", "batch_size", "sigma")
@@ -243,6 +293,15 @@ class RefinedSettings(MomentSettings):
         )
 
 
+def _alike(event: Charge, expected: Sequence[Charge]) -> bool:
+    """Return whether a charge is one of these, but for σ's last digits, which versions of libraries may change."""
+    for one in expected:
+        near = math.isclose(event.sigma, one.sigma, rel_tol=moments.SIGMAS)
+        if near and event.as_dict() | {"sigma": 0.0} == one.as_dict() | {"sigma": 0.0}:
+            return True
+    return False
+
+
 def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
     """Return the schedule of DP-SGD that these settings describe; they may come from a file."""
     s, bound = settings, WholeRows(softening=SOFTENING).l2_bound
@@ -259,12 +318,12 @@ def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
-MOMENTS_SHARE = 0.1
-STEPS, BATCH, LARGEST_SAMPLE = 100, 8192, 0.25
-PRETRAINING, PRE_BATCH, POOL = 1500, 256, 20_000  # steps; images in a step; most images drawn from the moments
+MOMENTS_SHARE, LABELS_SHARE = 0.1, 0.05
+STEPS, BATCH, LARGEST_SAMPLE = 60, 8192, 0.25
+PRETRAINING, PRE_BATCH, POOL = 800, 256, 20_000  # steps; images in a step; most images drawn from the moments
 NETWORK: dict[str, Any] = {"wide": 48, "deep": 64, "hidden": 64}
 LEVELS: dict[str, Any] = {"noise_median": 0.3, "noise_spread": 1.0, "begin": 1.0}
-RATE = 1e-3
+RATE = 2e-3
 
 
 def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
@@ -279,8 +338,11 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
             "--accountant exact does not price sampled steps, which --refine diffusion takes: leave --accountant out"
         )
     share = MOMENTS_SHARE if o.moments_share is None else o.moments_share
-    if not 0 < share < 1:
-        raise DatalensError(f"--moments-share must lie between 0 and 1, not {share:g}")
+    labels_share = LABELS_SHARE if o.labels_share is None else o.labels_share
+    if not (0 < share < 1 and 0 <= labels_share < 1 - share):
+        raise DatalensError(
+            f"--moments-share and --labels-share must lie between 0 and 1 together, not {share:g} and {labels_share:g}"
+        )
     batch = o.refine_batch or max(1, min(BATCH, int(LARGEST_SAMPLE * schema.nominal_size)))
     if batch > schema.nominal_size:
         raise DatalensError(f"--refine-batch must be at most the {schema.nominal_size} records declared, not {batch}")
@@ -291,6 +353,8 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
     fields |= {
         "refine": "diffusion",
         "moments_share": share,
+        "labels_share": labels_share if first.texture > 0 else 0.0,
+        "rounds": ROUNDS if labels_share > 0 and first.texture > 0 else 0,
         "pretraining": PRETRAINING if o.pretraining is None else o.pretraining,
         "batch_size": batch,
         "rate": RATE if o.refine_rate is None else o.refine_rate,
@@ -298,7 +362,8 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
     draft = RefinedSettings(**fields, steps=o.refine_steps or STEPS, sigma=0.0)
     if o.refine_minutes is not None and o.refine_steps is None:
         draft = dataclasses.replace(draft, steps=steps_within(o.refine_minutes, draft, schema))
-    beside = [event for part in draft.of_moments(schema, budget) for event in [part.event] * part.times]
+    first_parts = (*draft.of_moments(schema, budget), *draft.of_labels(schema, budget))
+    beside = [part.event for part in first_parts for _ in range(part.times)]
     sigma = calibrate_sigma(
         rate=batch / schema.nominal_size, steps=draft.steps, budget=budget, rounding=0.0, beside=beside
     )
@@ -310,9 +375,13 @@ def budget_of_moments(budget: Budget, share: float) -> Budget:
     """Return a budget with this share of the mu² of another one, priced exactly, as moments are Gaussian releases."""
     if math.isinf(budget.epsilon):
         return dataclasses.replace(budget, accountant="exact")
-    exact = Accountant(name="exact")
-    mu_squared = share * exact.mu_budget(budget.epsilon, budget.delta) ** 2
-    return dataclasses.replace(budget, epsilon=exact.epsilon_at(mu_squared, budget.delta), accountant="exact")
+    epsilon = Accountant(name="exact").epsilon_at(share * exact_mu_squared(budget), budget.delta)
+    return dataclasses.replace(budget, epsilon=epsilon, accountant="exact")
+
+
+def exact_mu_squared(budget: Budget) -> float:
+    """Return the mu² of plain Gaussian releases that would cost the whole budget."""
+    return Accountant(name="exact").mu_budget(budget.epsilon, budget.delta) ** 2
 
 
 def _moment_options(options: Options) -> moments.Options:
@@ -351,6 +420,52 @@ def seconds_a_step(shape: Shape) -> float:
     finally:
         torch.set_num_threads(threads)
     return min(times) / CHUNK
+
+
+# --- a linear classifier of texture, which says what a refined image shows --------------------------------------------
+
+ROUNDS, HEAD_GRID = 60, 2**12  # rounds of training; norm of features, and of errors, in steps of a grid
+SHARPNESS, LEAST_ERROR, HEAD_RATE, MOMENTUM = 10.0, 0.5, 8.0, 0.9
+
+
+def learn_labels(run: Run, data: RecordRows, model: MomentModel, s: RefinedSettings) -> denoiser.Head:
+    """Train the classifier by gradient descent on noisy sums over all records, and return it.
+
+    A round whose value an interruption lost stays charged, and is left out.
+    """
+    classes, width = len(run.schema.classes), len(model.centre) + 1
+    weights, moving = torch.zeros(width, classes), torch.zeros(width, classes)
+    if s.rounds == 0 or model.steps == 0:
+        return denoiser.Head(weights=weights[:0])
+    count, rows = max(float(model.sizes.sum()), released.LEAST_COUNT), None
+    with run.watched("labels", s.rounds) as progress:
+        for number in range(s.rounds):
+            answer = run.journal.find(run.ledger, step=number, part=LABELS)
+            if answer is None and not any(event.step == number for event in of_part(run.ledger.events, LABELS)):
+                rows = _features(data, model, run.path) if rows is None else rows
+                limits: dict[str, Any] = {"sharpness": SHARPNESS, "least": LEAST_ERROR, "grid": HEAD_GRID}
+                total = rows.errors(rows.coordinates, head=weights, **limits)
+                sigma = s.sigma_of_labels(run.ledger.budget)
+                law = s.noise if sigma > 0 else "gaussian"
+                with open_noise(law, sigma, draws=total.cells, seed=run.noise_seed) as noise:
+                    answer = make_mechanism(sigma, noise, part=LABELS).release(total, run.ledger, step=number)
+                run.journal.save(answer)
+            if answer is not None:
+                gradient = torch.from_numpy(answer.value.astype(np.float64)).view(width, classes).to(torch.float32)
+                moving = MOMENTUM * moving + gradient / (HEAD_GRID**2 * count)
+                weights = weights - HEAD_RATE * (1 - number / s.rounds) * moving
+            progress.done(number + 1)
+    return denoiser.Head(weights=weights)
+
+
+def _features(data: RecordRows, model: MomentModel, folder: Path) -> RecordRows:
+    """Return the records' texture features, with a constant, in place of their rows."""
+
+    def view(stored: Tensor) -> Tensor:
+        values = data.texture(stored, centre=model.centre, white=model.white)
+        return denoiser.with_constant(values / FINE).mul(FINE).round()
+
+    return data.viewed(view, len(model.centre) + 1, folder=folder)
 
 
 # --- examples: an image with noise, and what the network should say of it ---------------------------------------------
@@ -729,6 +844,7 @@ def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Plac
     s = settings
     check_places(s, run.schema)
     model = moments.train(run, data.rows, s, place)
+    head = learn_labels(run, data.rows, model, s)
     make = Maker(linear=denoiser.Linear(start=model.start), settings=s, schema=run.schema)
     network = pretrained(run, model, s, make)
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
@@ -741,7 +857,7 @@ def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Plac
     run.lost = gate.charged - gate.left - run.completed
     if run.interrupted:
         park(run, gate.hand_over(), part=PART)
-    return DiffusionModel(moments=model, network=trainer.network(), begin=s.begin)
+    return DiffusionModel(moments=model, network=trainer.network(), begin=s.begin, head=head)
 
 
 def worth_it(request: Request, schema: Schema, budget: Budget) -> str | None:

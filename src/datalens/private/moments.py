@@ -35,6 +35,8 @@ FINE = 2**10  # grid steps per unit of brightness
 WHITE = 2**12  # grid steps per unit of the whitening matrix
 STEEPEST = 2**27  # most of these steps: with fewer than 2^10 features below 2^15 each, sums stay below 2^53
 CHUNK = 1024  # records at a time
+HEAD = 2**10  # grid steps per unit of a classifier's weights
+ODDS = 2**20  # grid steps of the most likely class's odds
 TOGETHER = 128  # records whose waves are computed together, so that they stay in the processor's cache
 MEMORY = 2**28  # bytes of rows that are kept in memory: more go to a file
 EXACT = 2**24  # records whose rows, of norm at most 2^28, are added in float64; their sums are added in int64
@@ -236,6 +238,58 @@ class RecordRows:
             raise ValueError("the diameter of a person's row is not proved for this many cells")
         diameter = outer_diameter(float(grid**2), truncated=0.0 if self._persons is None else TRUNCATED)
         return self._sum(row, view, means, Bounds(slots=len(means), left=grid, right=grid, diameter=diameter))
+
+    def errors(self, view: View, *, head: Tensor, sharpness: float, least: float, grid: int) -> BoundedSum:
+        """Return the sum of features ⊗ (a linear classifier's answer − the label), both of one length.
+
+        It is the gradient of the classifier's loss, with every record's part brought to one length.
+
+        Args:
+            view: Selects the features; the last one is a constant.
+            head: The released classifier, [features, classes].
+            sharpness: Factor of the classifier's answers, for features of length one.
+            least: Errors shorter than this, of √2 at most, count for less.
+            grid: Bound on the norm of either factor, in integers.
+        """
+        weights = (head.to(torch.float64) * HEAD).round().clamp(-STEEPEST, STEEPEST)
+        per_step = sharpness / (HEAD * grid)
+
+        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+            left = on_grid(values, clip=1.0, grid=grid)
+            # Exact up to here. What exp rounds is put on a grid; rows of eight leave no rest to be computed apart.
+            logits = torch.nn.functional.pad(left @ weights * per_step, (0, 0, 0, -len(left) % 8))
+            odds = ((logits - logits.amax(dim=1, keepdim=True)).exp() * ODDS).round()[: len(left)]
+            right_answer = torch.nn.functional.one_hot(labels, head.shape[1]).to(torch.float64)
+            error = (odds / odds.sum(dim=1, keepdim=True) * ODDS).round() - right_answer * ODDS
+            return Outer(
+                slots=torch.zeros_like(labels),
+                left=left,
+                right=on_grid(error, clip=least * ODDS, grid=grid),
+                persons=persons,
+            )
+
+        return self._sum(row, view, None, Bounds(slots=1, left=grid, right=grid))
+
+    def viewed(self, view: View, width: int, *, folder: Path | None = None) -> "RecordRows":
+        """Return the same records with rows that hold what `view` selects, where it takes long to compute.
+
+        Args:
+            view: Selects the values, below 2^31.
+            width: How many numbers it returns.
+            folder: Where the file of rows lies, if they need one.
+        """
+        found = Rows(torch.Size([width]), torch.int32, torch.device("cpu"), capacity=self.count, folder=folder)
+
+        def worked(start: int) -> Tensor:
+            return view(self._rows.between(start, min(start + CHUNK, self.count))).to(torch.int32)
+
+        for values in mapped(worked, range(0, self.count, CHUNK)):
+            found.append(values)
+        whose: Tensor | None = None
+        if self._persons is not None and self._order is not None:
+            whose = torch.empty_like(self._persons)
+            whose[self._order] = self._persons
+        return RecordRows(found, self._labels, coordinates=width, fingerprint=self.fingerprint, persons=whose)
 
     def _sum(self, row: Row, view: View, means: Tensor | None, bounds: "Bounds") -> BoundedSum:
         """Return the sum of all records' rows. Threads sum chunks of records; where they are cut does not matter."""

@@ -9,6 +9,7 @@ Nothing here sees a record. The parameterisation is that of Karras et al. (2022)
 brightness from −1 to 1.
 """
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from datalens.public import streams
 from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.public.threads import mapped
 from datalens.released.moments import MomentModel, Start
 
@@ -28,6 +30,7 @@ CORRECTION = 0.35  # standard deviation of what the network corrects at high noi
 LEAST_NOISE, MOST_NOISE = 0.03, 4.0  # noise levels that the network knows
 TONES = 8  # sines and cosines by which it is told the noise level
 STEPS = 10  # of the sampler
+TRIES = 3  # draws of an image that shows its class
 TOGETHER = 32  # images that go through the network together: more would not stay in the processor's cache
 
 
@@ -195,6 +198,27 @@ def network_inputs(noisy: Tensor, linear: Tensor, noise: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Head:
+    """A linear classifier of texture, which says what an image shows.
+
+    Attributes:
+        weights: [features + 1, classes], for features of length one; [0, classes]: there is none.
+    """
+
+    weights: Tensor
+
+    def answers(self, moments: MomentModel, images: Tensor) -> Tensor:
+        """Return the class of each image [n, c, h, w], as a number."""
+        texture = (Texture(moments.start.shape)(images) - moments.centre) @ moments.white
+        return (with_constant(texture) @ self.weights).argmax(dim=1)
+
+
+def with_constant(features: Tensor) -> Tensor:
+    """Return features with one more that is the same for all images: about an eighth of the length of the others."""
+    return torch.cat([features, torch.full_like(features[:, :1], math.sqrt(features.shape[1]) / 8)], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DiffusionModel:
     """The generator of the second stage.
 
@@ -202,11 +226,13 @@ class DiffusionModel:
         moments: whose images sampling begins at.
         network: the correction.
         begin: noise level that is added to these images.
+        head: says which class an image has come to show.
     """
 
     moments: MomentModel
     network: Network
     begin: float
+    head: Head
 
     @property
     def start(self) -> Start:
@@ -226,11 +252,12 @@ class DiffusionModel:
 
     def to(self, device: torch.device | str) -> "DiffusionModel":
         """Return the model with the texture step of the moments on this device. The network stays on the CPU."""
-        return DiffusionModel(moments=self.moments.to(device), network=self.network, begin=self.begin)
+        return dataclasses.replace(self, moments=self.moments.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
         weights = {f"network.{name}": value for name, value in self.network.state_dict().items()}
-        return {f"moments.{name}": value for name, value in self.moments.tensors().items()} | weights
+        first = {f"moments.{name}": value for name, value in self.moments.tensors().items()}
+        return first | weights | {"head.weights": self.head.weights}
 
     def denoised(self, noisy: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         """Return estimates of images without their noise."""
@@ -243,15 +270,36 @@ class DiffusionModel:
         return linear + unfolded(found, height, width) * correction_size(noise).view(-1, 1, 1, 1)
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
-        """Return images [n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
+        """Return images [n, c, h, w] in [0, 1]; the same labels and randomness give the same images.
+
+        An image that has come to show another class, by the answer of the head, is used for a label of that class, if
+        one is still without an image. After `TRIES` draws a label gets the last image that was drawn for it.
+        """
+        labels = labels.cpu()
+        found, missing = self._drawn(labels, random), torch.ones(len(labels), dtype=torch.bool)
+        if not len(self.head.weights):
+            return found
+        for attempt in range(TRIES):
+            at = torch.nonzero(missing).flatten()
+            drawn = found[at].clone() if attempt == 0 else self._drawn(labels[at], random)
+            shown = self.head.answers(self.moments.to("cpu"), drawn)
+            for label in labels[at].unique().tolist():
+                wanting, fitting = at[labels[at] == label], torch.nonzero(shown == label).flatten()
+                fitting = fitting[: len(wanting)]
+                found[wanting[: len(fitting)]], missing[wanting[: len(fitting)]] = drawn[fitting], False
+            last = missing[at]
+            found[at[last]] = drawn[last]
+            if not bool(missing.any()):
+                break
+        return found
+
+    def _drawn(self, labels: Tensor, random: torch.Generator) -> Tensor:
         first = self.moments.images(labels, random).cpu()
         noisy = 2 * first - 1 + self.begin * torch.randn(first.shape, generator=random)
-        with torch.no_grad():
-            parts = mapped(
-                lambda part: self._cleared(*part), zip(noisy.split(TOGETHER), labels.cpu().split(TOGETHER), strict=True)
-            )
-            return torch.cat(list(parts))
+        parts = zip(noisy.split(TOGETHER), labels.split(TOGETHER), strict=True)
+        return torch.cat(list(mapped(lambda part: self._cleared(*part), parts)))
 
+    @torch.no_grad()
     def _cleared(self, x: Tensor, labels: Tensor) -> Tensor:
         """Remove the noise step by step, each step with a correction (Heun)."""
         levels = noise_levels(self.begin, STEPS)

@@ -14,7 +14,7 @@ from datalens.errors import DatalensError
 from datalens.public.texture import Texture
 from datalens.released import certificate as certificates
 from datalens.released.classifier import Classifier
-from datalens.released.denoiser import LEAST_NOISE, MOST_NOISE, DiffusionModel, Network, Shape, channels_last
+from datalens.released.denoiser import LEAST_NOISE, MOST_NOISE, DiffusionModel, Head, Network, Shape, channels_last
 from datalens.released.generator import Architecture, Generator, can_show
 from datalens.released.moments import MomentModel, Start
 
@@ -258,14 +258,17 @@ def _rebuilt_diffusion(fields: dict[str, Any], weights: dict[str, torch.Tensor],
         raise ValueError("no model of datalens begins at this noise level")
     if any(type(size) is not int or not 0 < size <= MOST_WIDE for size in sizes):
         raise ValueError("no network of datalens is of this size")
-    parts: dict[str, dict[str, torch.Tensor]] = {"moments": {}, "network": {}}
+    parts: dict[str, dict[str, torch.Tensor]] = {"moments": {}, "network": {}, "head": {}}
     for name, value in weights.items():
         part, _, inner = name.partition(".")
         parts[part][inner] = value
     moments = _rebuilt_moments(fields["moments"], parts["moments"], classes)
+    head, features = parts["head"].pop("weights"), len(moments.centre)
+    if head.shape not in ((0, classes), (features + 1, classes)) or head.dtype != torch.float32 or parts["head"]:
+        raise ValueError("the linear classifier does not fit the moments")
     shape = Shape(image=moments.start.shape, classes=classes, **dict(zip(SIZES, sizes, strict=True)))
     with torch.device("meta"):
         network = Network(shape)
     network.load_state_dict(_as_stored(parts["network"], network), assign=True)
     network = channels_last(network).eval().requires_grad_(False)
-    return DiffusionModel(moments=moments, network=network, begin=float(begin))
+    return DiffusionModel(moments=moments, network=network, begin=float(begin), head=Head(weights=head.clone()))
