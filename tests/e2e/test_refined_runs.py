@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from datalens.methods import refined
-from datalens.methods.refined import PART
+from datalens.methods.refined import LABELS, PART, ROUNDS
 from datalens.privacy.dpsgd import GradientGate
 
 SMALL = ("--data", "digits", "--epsilon", 10, "--refine", "diffusion", "--refine-steps", 8, "--pretraining", 4)
+SMALL = (*SMALL, "--coordinates", 10, "--texture", 5)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_it_says_what_it_did(finished, datalens):
     assert (result["refine"], result["accountant"], result["steps"]) == ("diffusion", "prv", 8)
     assert 9.8 < result["epsilon_spent"] <= 10
     assert steps(run) == 8
-    assert [event.get("part", "") for event in events(run)] == [""] * 4 + [PART] * 8
+    assert [event.get("part", "") for event in events(run)] == [""] * 8 + [LABELS] * ROUNDS + [PART] * 8
     verified = datalens("verify", run, "--json").succeeded().json
     assert verified["epsilon_spent"] == pytest.approx(result["epsilon_spent"], rel=1e-3)
     page = (run / "release" / "CERTIFICATE.md").read_text(encoding="utf-8")
@@ -158,6 +159,8 @@ def resealed(release, change):
         ("batch_size", 10, "other steps of DP-SGD"),
         ("steps", 5, "more steps"),
         ("moments_share", 0.5, "sigma"),
+        ("labels_share", 0.01, "other rounds"),
+        ("rounds", 10, "too many of them"),
         ("wide", 8, "another network"),
         ("begin", 0.5, "another network"),
     ],
@@ -176,7 +179,7 @@ def test_charges_that_are_left_out_are_found(finished, datalens, tmp_path):
 
     release = forged(finished, tmp_path)
     budget, charged = read_ledger(release / "ledger.jsonl")
-    for kept in (charged[:-1], [event for event in charged if event.part == PART]):
+    for kept in (charged[:-1], *([event for event in charged if event.part != part] for part in ("", LABELS, PART))):
         (release / "ledger.jsonl").unlink()
         ledger = Ledger.create(release / "ledger.jsonl", budget)
         for event in kept:
@@ -185,3 +188,25 @@ def test_charges_that_are_left_out_are_found(finished, datalens, tmp_path):
         ledger.close()
         resealed(release, lambda fields, spent=spent: fields.update(epsilon_spent=spent))
         assert datalens("verify", release).code == 1
+
+
+def test_a_round_that_was_lost_stays_charged_and_the_others_go_on(datalens, tmp_path, monkeypatch):
+    from datalens.privacy.journal import Journal
+
+    run, real, calls = tmp_path / "run", Journal.save, []
+
+    def deadly(self, released):
+        calls.append(released.event.part)
+        if calls.count(LABELS) == 5:
+            raise Killed
+        return real(self, released)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "save", deadly)
+        with pytest.raises(Killed):
+            datalens("train", *SMALL, "--out", run)
+    done = datalens("train", "--resume", "--out", run, "--json").succeeded().json
+    numbers = [event["step"] for event in events(run) if event.get("part") == LABELS]
+    assert numbers == list(range(ROUNDS))
+    assert done["epsilon_spent"] <= 10
+    datalens("verify", run).succeeded()

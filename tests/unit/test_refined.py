@@ -23,9 +23,12 @@ from datalens.privacy.accountant import Accountant
 from datalens.privacy.dpsgd import GradientGate
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
+from datalens.private.moments import RecordRows
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released import denoiser
 from datalens.released.denoiser import Linear, Network, facts_of, fresh_network, noise_levels
-from datalens.released.moments import Start
+from datalens.released.moments import MomentModel, Start
 
 SCHEMA = Schema(name="toy", height=8, width=8, channels=1, classes=("a", "b", "c"), nominal_size=200)
 CPU = torch.device("cpu")
@@ -61,7 +64,7 @@ def gathered(data: Dataset, settings: RefinedSettings, tmp_path: Path) -> Refine
 def trainer(settings: RefinedSettings, data: RefinedRecords | None, tmp_path: Path, *, schema: Schema = SCHEMA):
     budget, _ = planned(schema)
     ledger = Ledger.create(
-        tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", dataclasses.replace(budget, epsilon=1e5)
+        tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", dataclasses.replace(budget, epsilon=math.inf)
     )
     gate = GradientGate(ledger, refined.schedule_of(settings, schema), SeededNoise(0))
     network = fresh_network(settings.shape_for(schema), 0)
@@ -212,6 +215,143 @@ def test_every_step_has_its_own_sample_and_its_own_noise(tmp_path: Path) -> None
             assert abs(float(np.corrcoef(noise, other)[0, 1])) < 0.02  # noise drawn once would be equal
     with pytest.raises(DatalensError, match="all 4 steps of the schedule are charged"):
         one.step(4)
+
+
+def test_the_second_stage_learns_from_records(tmp_path: Path) -> None:
+    """And its broken twin, whose samples are empty, does not."""
+    _, settings = planned(refine_steps=15, refine_rate=3e-3)
+    settings = dataclasses.replace(settings, sigma=0.01)
+    data = data_of(120)
+    stripes = np.zeros_like(data.images)
+    stripes[:, ::2] = 200
+    data = dataclasses.replace(data, images=(stripes + data.images // 6).astype(np.uint8))
+    records = gathered(data, settings, tmp_path)
+
+    def loss_after(steps: int, *, empty: bool = False) -> float:
+        one = trainer(settings, records, tmp_path)
+        for step in range(steps):
+            if empty:
+                one._gate.noise.words = lambda count: np.full(count, 2**32 - 1, np.uint32)  # type: ignore[method-assign]
+            one.step(step)
+        network = fresh_network(settings.shape_for(SCHEMA), 0)
+        one._layout.put(one._adam.weights, network)
+        images, labels, keys = records.chosen(torch.arange(120), seed=0, step=0)
+        examples = one._make(images, labels, keys, stage="held out", step=0)
+        with torch.no_grad():
+            return float(examples.losses(network.to(one._make.kind)).mean())
+
+    before = loss_after(0)
+    assert loss_after(15) < 0.6 * before
+    assert loss_after(15, empty=True) > 0.9 * before
+
+
+# --- the linear classifier --------------------------------------------------------------------------------------------
+
+
+def striped(count: int, *, person: bool = False, shuffled: bool = False) -> Dataset:
+    """Images whose stripes tell the class; `shuffled`: labels say nothing."""
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 3, count)
+    images = random.integers(0, 60, (count, 8, 8, 1))
+    for image, label in zip(images, labels.tolist(), strict=True):
+        image[:: label + 2] += 150
+    schema = dataclasses.replace(SCHEMA, record_unit=PERSON) if person else SCHEMA
+    ids = np.array([f"p{i // 3}" for i in range(count)], dtype=object) if person else None
+    labels = random.permutation(labels) if shuffled else labels
+    return Dataset(schema=schema, images=images.astype(np.uint8), labels=labels, ids=ids)
+
+
+def rows_of(data: Dataset) -> RecordRows:
+    return RecordRows.gather(data, basis=make_basis("opponent", (1, 8, 8), 10), texture=Texture((1, 8, 8)), shown=False)
+
+
+def errors_of(data: Dataset, *, head: torch.Tensor) -> torch.Tensor:
+    rows = rows_of(data)
+    total = rows.errors(rows.coordinates, head=head, sharpness=10.0, least=0.5, grid=2**12)
+    assert total.l2_bound == 2**24
+    assert total.row_unit == ("person" if data.schema.by_person else "record")
+    return total.private_total.to(torch.float64)
+
+
+@pytest.mark.parametrize("person", [False, True])
+def test_one_unit_moves_the_errors_by_one_row(person: bool) -> None:
+    data = striped(60, person=person)
+    head = 0.01 * torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    whole = errors_of(data, head=head)
+    for gone in ([0, 1, 2], [57, 58, 59]) if person else ([0], [31], [59]):
+        rest = errors_of(without(data, gone), head=head)
+        alone = errors_of(without(data, [i for i in range(60) if i not in gone]), head=head)
+        assert torch.equal(whole - rest, alone)
+        assert 0.2 * 2**24 < float(alone.norm()) <= 2**24
+    order = np.random.default_rng(0).permutation(60)
+    turned = dataclasses.replace(
+        data, images=data.images[order], labels=data.labels[order], ids=None if data.ids is None else data.ids[order]
+    )
+    assert torch.equal(errors_of(turned, head=head), whole)
+
+
+@pytest.mark.parametrize("person", [False, True])
+def test_rows_can_be_kept_as_what_they_are_read_as(person: bool) -> None:
+    data = striped(50, person=person)
+    rows, head = rows_of(data), torch.zeros(5, 3)
+
+    def first_five(stored: torch.Tensor) -> torch.Tensor:
+        return rows.coordinates(stored)[:, :5]
+
+    kept = rows.viewed(first_five, 5)
+    limits = {"head": head, "sharpness": 10.0, "least": 0.5, "grid": 2**12}
+    direct, again = rows.errors(first_five, **limits), kept.errors(kept.coordinates, **limits)
+    assert torch.equal(direct.private_total, again.private_total)
+    assert direct.row_unit == again.row_unit
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_classifier_learns_and_not_from_labels_that_say_nothing(shuffled: bool) -> None:
+    data, head, moving = striped(300, shuffled=shuffled), torch.zeros(10, 3), torch.zeros(10, 3)
+    rows = rows_of(data)
+    for number in range(30):
+        total = rows.errors(rows.coordinates, head=head, sharpness=10.0, least=0.5, grid=2**12)
+        moving = 0.9 * moving + total.private_total.view(10, 3) / (2**24 * 300)
+        head = head - 8 * (1 - number / 30) * moving
+    values = rows.coordinates(rows._read(0, 300)[0]).float()
+    right = float(((values @ head).argmax(dim=1) == torch.from_numpy(data.labels)).float().mean())
+    assert (right < 0.6) if shuffled else (right > 0.9)
+
+
+def test_an_image_is_used_for_the_class_that_it_shows() -> None:
+    """Labels stay as they were asked for; images change places between them, or are drawn again."""
+    start = Start(shape=(1, 8, 8), means=torch.zeros(2, 4), factors=torch.zeros(2, 4, 4))
+    network = fresh_network(denoiser.Shape(image=(1, 8, 8), classes=2, wide=8, deep=8, hidden=8), 0)
+    empty = {"centre": torch.zeros(0), "white": torch.zeros(0, 0), "maps": torch.zeros(2, 0, 0)}
+    first = MomentModel(
+        start=start,
+        present=torch.arange(2),
+        sizes=torch.ones(2),
+        before=torch.zeros(2, 0),
+        after=torch.zeros(2, 0),
+        steps=0,
+        **empty,
+    )
+
+    class Bright(denoiser.Head):
+        """Class 1 is bright."""
+
+        def answers(self, moments: MomentModel, images: torch.Tensor) -> torch.Tensor:
+            return (images.mean(dim=(1, 2, 3)) > 0.5).long()
+
+    class Chance(denoiser.DiffusionModel):
+        """Images are bright or dark by chance, whatever the label."""
+
+        def _drawn(self, labels: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+            return torch.rand(len(labels), 1, 1, 1, generator=random).round().repeat(1, 1, 8, 8)
+
+    labels = torch.arange(400) % 2
+    model = Chance(moments=first, network=network, begin=1.0, head=Bright(weights=torch.ones(1, 2)))
+    right = (model.images(labels, torch.Generator().manual_seed(0)).mean(dim=(1, 2, 3)).long() == labels).float().mean()
+    assert float(right) > 0.98
+    without_head = dataclasses.replace(model, head=Bright(weights=torch.zeros(0, 2)))
+    again = without_head.images(labels, torch.Generator().manual_seed(0)).mean(dim=(1, 2, 3)).long()
+    assert 0.3 < float((again == labels).float().mean()) < 0.7
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
