@@ -57,6 +57,18 @@ class ReadingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Options that have the workers of a cluster read the data (`run.cluster`)."""
+
+    engine: Annotated[Literal["dask"] | None, arg(help_behavior_hint="")] = None
+    """dask: have a cluster read your own parquet files (docs/cluster.md), with the same result."""
+    scheduler: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
+    """Scheduler of the cluster, as tcp://machine:8786."""
+    workers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Instead of --scheduler: so many processes on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _WhichData:
     data: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
     """A named set (`datalens data list`), or your own folder of images or DICOM files, .parquet, .csv, .npz, idx."""

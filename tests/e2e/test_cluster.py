@@ -154,6 +154,24 @@ def test_a_worker_that_is_killed_in_each_of_the_eight_releases(datalens, data, a
     assert len(set(killed)) == len(RELEASES) == 8
 
 
+def test_workers_are_there_though_the_client_has_forgotten_them(
+    datalens, data, here, alone, tmp_path, monkeypatch
+) -> None:
+    """`scheduler_info` is without workers at times: its own updates, every two seconds, ask for none."""
+    monkeypatch.setattr(distributed.Client, "scheduler_info", lambda *args, **kwargs: {"workers": {}})
+    monkeypatch.setattr(cluster, "SECONDS_WITHOUT_WORKERS", 0)
+    assert trained(datalens, tmp_path / "run", data, "--engine", "dask", "--scheduler", here) == alone
+
+
+def test_no_worker_is_left_while_reading(datalens, data, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cluster, "SECONDS_WITHOUT_WORKERS", 0)
+    monkeypatch.setattr(cluster, "check_workers", lambda client, address: None)
+    options: dict[str, Any] = {"n_workers": 0, "processes": False, "dashboard_address": ":0"}
+    with distributed.LocalCluster(**options, protocol="tcp://", host="127.0.0.1") as local:
+        line = refused(datalens, tmp_path, data, "--engine", "dask", "--scheduler", local.scheduler_address)
+    assert "no worker is left; start some, then run the same line again" in line
+
+
 def test_no_worker_is_left(datalens, data, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "SECONDS_WITHOUT_WORKERS", 0.5)
     options: dict[str, Any] = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
@@ -386,3 +404,60 @@ def test_classes_that_are_renamed(datalens, data, here, tmp_path) -> None:
     assert trained(datalens, tmp_path / "many", data, *asked, "--engine", "dask", "--scheduler", here) == one
     line = refused(datalens, tmp_path / "x", data, "--skip-unreadable", "--engine", "dask", "--scheduler", here)
     assert "--skip-unreadable is for one process" in line
+
+
+# --- inspect and evaluate read the same parts -----------------------------------------------------
+
+
+def test_inspect_finds_the_same_on_workers(datalens, here, tmp_path) -> None:
+    """Ten images are in two parts, one part is empty, and one image is none."""
+    folder = write(tmp_path / "set", [range(100), range(0), range(90, COUNT)], persons=True)
+    table = pq.read_table(folder / "part-0.parquet")
+    pictures = table["image"].to_pylist()
+    pictures[7]["bytes"] = b"no image"
+    pq.write_table(
+        table.set_column(0, "image", pa.array(pictures, table.schema.field("image").type)), folder / "part-0.parquet"
+    )
+    asked = ("--engine", "dask", "--scheduler", here)
+    for options in ((), ("--record-id", "person"), ("--most", 50)):
+        one = datalens("inspect", folder, *options, "--json").succeeded().json
+        assert datalens("inspect", folder, *options, *asked, "--json").succeeded().json == one
+        assert one["records"] == COUNT + 10
+        if not options:
+            assert len(one["duplicates"]) == 10 and len(one["unreadable"]) == 1
+            assert "part-2.parquet: image 00090.png is the same as" in one["duplicates"][0]
+    assert "--scheduler is for a cluster" in datalens("inspect", folder, "--scheduler", here).refused()
+    arrays = {"images": np.zeros((9, 8, 8), np.uint8), "labels": np.zeros(9, np.int64), "classes": np.array(["a"])}
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert "is not of parquet files" in datalens("inspect", tmp_path / "a.npz", *asked).refused()
+
+
+def test_evaluate_sees_the_same_images_from_workers(datalens, data, here, tmp_path) -> None:
+    from datalens.evaluate import look
+
+    held_out = write(tmp_path / "held-out", [range(COUNT, COUNT + 31), range(COUNT + 31, COUNT + 60)])
+    arrays = tmp_path / "set.npz"
+    pixels = np.random.default_rng(0).integers(0, 256, (101, SIDE, SIDE), dtype=np.uint8)
+    both = {"images": pixels[:60], "labels": np.arange(60) % 2, "classes": np.array(["a", "b"])}
+    np.savez(arrays, **both, test_images=pixels[60:], test_labels=np.arange(41) % 2)
+    with distributed.Client(here) as client:
+        for named in ((held_out, data), (arrays, None)):
+            where = {"data": str(named[0]), "real_train": named[1] and str(named[1])}
+            facts: dict[str, Any] = {**where, "folder": None, "reading": Reading(), "run": tmp_path}
+            (test, training), (there, reads) = look.real_images(**facts), look.real_images(**facts, client=client)
+            pairs = [(test, there), *((training(most), reads(most)) for most in (17, 10**6))]  # type: ignore[misc]
+            for one, other in pairs:
+                assert len(one.images) > 0 and one.schema == other.schema
+                assert np.array_equal(one.images, other.images) and np.array_equal(one.labels, other.labels)
+
+
+def test_evaluate_gives_the_same_on_workers(datalens, data, here, tmp_path) -> None:
+    """The result of the second is the first's, from the cache: it is found by the images that were read."""
+    held_out = write(tmp_path / "held-out", [range(COUNT, COUNT + 31), range(COUNT + 31, COUNT + 60)])
+    trained(datalens, tmp_path / "run", data)
+    asked = ("evaluate", tmp_path / "run", "--data", held_out, "--real-train", data, "--quick", "--json")
+    one = datalens(*asked).succeeded().json
+    assert datalens(*asked, "--engine", "dask", "--scheduler", here).succeeded().json == one
+    publish = ("evaluate", tmp_path / "run", "--data", held_out, "--publish", "--epsilon", 1, "--engine", "dask")
+    line = datalens(*publish, "--scheduler", here).refused(after_start=True)
+    assert "leave --engine out" in line

@@ -4,13 +4,13 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from datalens.cli.output import show, synthetic_of
 from datalens.errors import DatalensError
-from datalens.options import DataFolder, Json, ReadingOptions
+from datalens.options import ClusterOptions, DataFolder, Json, ReadingOptions
 
 if TYPE_CHECKING:
     from datalens.data.records import Dataset
@@ -93,14 +93,20 @@ class Evaluate:
     """With --publish: say which interval to expect, and release nothing."""
     again: bool = False
     """With --publish: pay once more, for a table that an interruption lost or that a new release needs."""
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     json: Json = False
 
     def __call__(self) -> int:
+        from datalens.run.cluster import if_asked
+
         if self.publish:
             self._refuse(MEASURING, "{} is not for --publish, which measures nothing else: leave it out")
+            if self.cluster != ClusterOptions():
+                raise DatalensError("--publish reads the held-out records in this process: leave --engine out")
             return self._publish()
         self._refuse(PUBLISHING, "{} belongs to --publish: add that, or leave {} out")
-        return self._measure()
+        with if_asked(vars(self.cluster)) as client:
+            return self._measure(client)
 
     def _refuse(self, options: tuple[str, ...], words: str) -> None:
         """Raise if one of these options was given: it would be ignored."""
@@ -122,7 +128,7 @@ class Evaluate:
         show(fields, lines, json=self.json)
         return 0
 
-    def _measure(self) -> int:
+    def _measure(self, client: Any) -> int:
         from datalens.data.own.reading import Reading
         from datalens.driver import choose_device
         from datalens.evaluate import dpimagebench, look, measures
@@ -146,6 +152,7 @@ class Evaluate:
             folder=asked.data_folder,
             reading=Reading.of(asked.files),
             run=asked.synthetic,
+            client=client,
         )
         if asked.protocol == "dpimagebench":
             if training is None:

@@ -8,7 +8,7 @@ from tyro.conf import Positional, arg
 
 from datalens.cli.output import show
 from datalens.errors import DatalensError
-from datalens.options import Json, ReadingOptions
+from datalens.options import ClusterOptions, Json, ReadingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,24 @@ class Inspect:
     """δ of the plans."""
     most: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all)")] = None
     """Decode and check only so many images, drawn at random; all are counted."""
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     json: Json = False
 
     def __call__(self) -> int:
         from datalens.data.own.reading import Reading
         from datalens.evaluate import inspection
+        from datalens.run.cluster import if_asked
 
         if self.most is not None and self.most < 1:
             raise DatalensError(f"--most must be at least 1, not {self.most}")
-        found = inspection.inspect(
-            self.path, Reading.of(self.files), nominal_size=self.nominal_size, delta=self.delta, most=self.most
-        )
+        with if_asked(vars(self.cluster)) as client:
+            found = inspection.inspect(
+                self.path,
+                Reading.of(self.files),
+                nominal_size=self.nominal_size,
+                delta=self.delta,
+                most=self.most,
+                client=client,
+            )
         show(found, inspection.lines(found), json=self.json)
         return 0

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from datalens.data.dicom import DICOM
 from datalens.data.named import sources
@@ -155,54 +156,81 @@ def _own(data: str, split: str, reading: Reading, nominal_size: int) -> Records:
     return records_of(find(data, split, reading), reading, nominal_size=nominal_size)
 
 
-def cut(data: str, schema: Schema, *, pieces: int, folder: Path | str | None, reading: Reading) -> list[Part]:
-    """Return the parts of the training records, which can be read one by one, in any order.
+def cut(
+    data: str,
+    schema: Schema | None,
+    *,
+    pieces: int,
+    folder: Path | str | None = None,
+    reading: Reading,
+    split: str = "train",
+    classes: tuple[str, ...] | None = None,
+) -> list[Part]:
+    """Return the parts of the records, which can be read one by one, in any order.
 
     Every parquet file is a part. Data of another kind is cut into `pieces`; each of them reads the list of all records,
     and decodes its own.
 
     Args:
-        schema: of all records.
+        data: what --data named.
+        schema: of all records; None: it is not known, and the parts can be listed only.
+        pieces: the number of parts of data that has no files of its own.
+        folder: see `open_records`.
+        reading: how own data is read.
+        split: train or test.
+        classes: as the data has them, where there is no schema.
     """
-    if is_own(data):
-        folder_of_parquet = Path(data).is_dir() and any(Path(data).glob("*.parquet"))
-        if is_pattern(data) or Path(data).suffix == ".parquet" or folder_of_parquet:
-            return [
-                Part(number=number, name=str(file), file=file, data=data, reading=reading, schema=schema)
-                for number, file in enumerate(parquet_parts(Path(data)))
-            ]
+    if schema is not None:
+        stored = {name: value for value, name in reading.renamed().items()}  # --class-names has renamed them
+        classes = tuple(stored.get(name, name) for name in schema.classes)
+    facts: dict[str, Any] = {"reading": reading, "declared": schema, "split": split, "classes": classes}
+    if is_own(data) and _is_parquet(data):
+        return [
+            Part(number=number, name=str(file), file=file, data=data, **facts)
+            for number, file in enumerate(parquet_parts(Path(data), split))
+        ]
     return [
         Part(
             number=number,
             name=f"piece {number + 1} of {pieces} of {data}",
             data=data if not is_own(data) else os.path.abspath(data),
             folder=None if folder is None else os.path.abspath(folder),
-            reading=reading,
-            schema=schema,
             pieces=pieces,
+            **facts,
         )
         for number in range(pieces)
     ]
 
 
+def _is_parquet(data: str) -> bool:
+    path = Path(data)
+    return is_pattern(data) or path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+
+
 def open_part(part: Part) -> Records:
-    """Open one part of the training records. Positions in the stream are those within the part, or have gaps.
+    """Open one part of the records. Positions in the stream are those within the part, or have gaps.
 
     Raises:
         DatalensError: it cannot be read, or has another schema than the whole.
     """
     schema = part.schema
     if part.file is not None:
-        stored = {name: value for value, name in part.reading.renamed().items()}  # --class-names has renamed them
-        declared = tuple(stored.get(name, name) for name in schema.classes)
-        found = _tables().parquet_list(Path(part.data), "train", part.reading, files=[part.file], declared=declared)
-        return records_of(found, part.reading, nominal_size=schema.nominal_size, public=schema)
+        return records_of(list_part(part), part.reading, nominal_size=schema.nominal_size, public=schema)
     own = is_own(part.data)
-    nominal = schema.nominal_size if own or part.folder is not None else None
-    records = open_records(part.data, nominal_size=nominal, folder=part.folder, reading=part.reading)
+    nominal = (schema.nominal_size or None) if own or part.folder is not None else None  # 0: of a test set
+    records = open_records(part.data, part.split, nominal_size=nominal, folder=part.folder, reading=part.reading)
     if records.schema != schema:
         raise DatalensError(f"{part.name} has another schema where it was opened: is it the same data there?")
     return Piece(records=records, number=part.number, pieces=part.pieces)
+
+
+def list_part(part: Part) -> Found:
+    """List the images of one parquet file, without decoding them."""
+    assert part.file is not None
+    found: Found = _tables().parquet_list(
+        Path(part.data), part.split, part.reading, files=[part.file], declared=part.classes
+    )
+    return found
 
 
 def _check_exists(path: Path) -> None:
@@ -223,7 +251,7 @@ def _near(path: Path) -> str:
 
 def own_images(path: Path, reading: Reading, split: str = "train") -> Found | OnDisk:
     """Return own images as they are stored, for `datalens inspect`, which needs no declarations."""
-    data = _named_by(path)
+    data = named_by(path)
     if is_pattern(data):
         return find(data, split, reading)
     _check_exists(path)
@@ -240,7 +268,7 @@ def find(data: str, split: str, reading: Reading) -> Found:
         return _tables().parquet_list(path, split, reading, files=files)
     if path.suffix == ".csv":
         return _tables().csv_list(path, split, reading)
-    if (path.is_dir() and any(path.glob("*.parquet"))) or path.suffix == ".parquet":
+    if _is_parquet(data):
         return _tables().parquet_list(path, split, reading)
     if path.is_file():
         raise DatalensError(f"{path} is neither a folder of images nor a .npz, .csv, .parquet or idx file")
@@ -256,16 +284,16 @@ def _tables() -> ModuleType:
     return tables
 
 
-def parquet_parts(path: Path) -> list[Path | Remote]:
-    """Return the parquet files for training: of a folder, of a pattern, or the one file."""
-    data = _named_by(path)
+def parquet_parts(path: Path, split: str = "train") -> list[Path | Remote]:
+    """Return the parquet files of a split: of a folder, of a pattern, or the one file."""
+    data = named_by(path)
     files: list[Path | Remote] = _tables().parquet_files(
-        path, "train", _parquet_matching(data) if is_pattern(data) else None
+        path, split, _parquet_matching(data) if is_pattern(data) else None
     )
     return files
 
 
-def _named_by(path: Path) -> str:
+def named_by(path: Path) -> str:
     """Return what a user named; a Path of an address has lost a slash."""
     return re.sub(r"^(\w+):/(?=[^/])", r"\1://", str(path))
 

@@ -21,7 +21,9 @@ class Part:
         number: parts are numbered from 0 on.
         name: for messages.
         data: what --data named.
-        schema: of all records.
+        classes: of all records, as the data has them; None: they are read where a part is opened.
+        declared: the schema of all records; None: it is not known, and the part can be listed only.
+        split: train or test.
         file: the part's own file; None: every `pieces`-th record is the part's.
         folder: see `formats.open_records`.
     """
@@ -30,10 +32,19 @@ class Part:
     name: str
     data: str
     reading: Reading
-    schema: Schema
+    classes: tuple[str, ...] | None = None
+    declared: Schema | None = None
+    split: str = "train"
     file: Path | Remote | None = None
     folder: str | None = None
     pieces: int = 1
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of all records."""
+        if self.declared is None:
+            raise ValueError("the part was cut without a schema: it can be listed only")
+        return self.declared
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +61,8 @@ class Piece:
         return self.records.schema
 
     def blocks(self, choose: Choose) -> Iterator[Block]:
+        """Yield the piece's own records, at their positions in the whole stream."""
+
         def mine(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
             wanted = index % self.pieces == self.number
             share = np.full(len(index), -1, dtype=np.int64)

@@ -198,7 +198,7 @@ def collect(records: Records, *, most: int | None = None, seed: int = 0) -> Data
             ids.extend(keys)
         return np.zeros(len(index), dtype=np.int64)
 
-    blocks = list(records.blocks(everyone if order is None else _those(order)))
+    blocks = list(records.blocks(everyone if order is None else those(order)))
     schema = records.schema
     shape = (0, schema.height, schema.width, schema.channels)
     images = np.concatenate([block.images for block in blocks] or [np.zeros(shape, np.uint8)])
@@ -234,7 +234,7 @@ def check_fixed_positions(records: Records) -> None:
         )
 
 
-def _those(which: np.ndarray) -> Choose:
+def those(which: np.ndarray) -> Choose:
     """Choose records by their number among those seen; positions may have gaps where a set leaves records out."""
     count = 0
 

@@ -9,9 +9,9 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from datalens.data import formats
 from datalens.data.images import WORKERS, Encoded, ImageRecords
 from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
+from datalens.data.parts import Part
 from datalens.data.pixels import WHAT_TO_DO, Kind, checked_kind
-from datalens.data.records import Dataset, OnDisk, Records, block_records, draw, person_key
+from datalens.data.records import Dataset, OnDisk, Records, draw, person_key
 from datalens.data.schema import IMAGE, PERSON, Schema
 from datalens.errors import DatalensError, NoTestImages
 from datalens.options import TrainOptions
@@ -32,6 +33,7 @@ from datalens.plans.guidance import warnings
 from datalens.plans.registry import make_plan
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar
+from datalens.run import cluster
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
 TINY = 20  # with fewer records, nothing can be learned about a class (see released.moments)
@@ -48,6 +50,8 @@ PROBLEMS = {
 }
 EPSILONS = (1.0, 3.0, 10.0)
 BLOCK = 1024
+KEY = 16  # bytes of a hash that stands for an image or a person
+BLANK = bytes(KEY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,79 @@ class Look:
     dicom: dicom_files.Facts | None = None
 
 
+@dataclass(kw_only=True)
+class Tally:
+    """Findings about some of the records: 41 bytes for each, and the names of problems.
+
+    Attributes:
+        labels: the classes of all records.
+        persons: a hash for each record that stands for its person; empty where single records are protected.
+        digests: a hash of each image that was looked into; BLANK where its file cannot be read.
+        fine: whether each of these is an image, a byte for each.
+        places: their parts and positions, [m, 2].
+        sizes, modes: how many of them have each.
+        of_size: the first images of each size, by name.
+        unreadable: why images cannot be read.
+        burned_in: names of images that state that text is burned into their pixels.
+        studies, series: of DICOM files.
+    """
+
+    labels: list[np.ndarray] = field(default_factory=list)
+    persons: bytearray = field(default_factory=bytearray)
+    digests: bytearray = field(default_factory=bytearray)
+    fine: bytearray = field(default_factory=bytearray)
+    places: list[np.ndarray] = field(default_factory=list)
+    sizes: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    of_size: dict[str, list[str]] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    burned_in: list[str] = field(default_factory=list)
+    studies: set[str] = field(default_factory=set)
+    series: set[str] = field(default_factory=set)
+
+    def add(self, look: Look, name: str) -> None:
+        self.digests += look.digest[:KEY] or BLANK
+        self.fine.append(look.problem is None)
+        if look.problem:
+            self.unreadable.append(look.problem)
+        if look.kind:
+            size = f"{look.kind.height}x{look.kind.width}"
+            self.sizes[size] += 1
+            self.modes[look.kind.mode] += 1
+            if self.sizes[size] <= NAMED:
+                self.of_size.setdefault(size, []).append(name)
+        if look.dicom:
+            self.studies.add(look.dicom.study)
+            self.series.add(look.dicom.series)
+            if look.dicom.burned_in:
+                self.burned_in.append(name)
+
+    def add_records(self, labels: np.ndarray, ids: Iterable[Any], *, before: int) -> None:
+        """Count records. `ids`: whose they are, if persons are protected; `before`: how many were counted before."""
+        self.labels.append(labels)
+        for i, one in enumerate(ids):
+            self.persons += hashlib.sha256(person_key(one, f"record {before + i + 1}")).digest()[:KEY]
+
+    def join(self, other: "Tally") -> None:
+        """Add what was found in other records."""
+        for name in ("labels", "persons", "digests", "fine", "places", "unreadable", "burned_in"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for size, names in other.of_size.items():
+            self.of_size[size] = (self.of_size.get(size, []) + names)[:NAMED]
+        self.sizes.update(other.sizes)
+        self.modes.update(other.modes)
+        self.studies |= other.studies
+        self.series |= other.series
+
+
 def inspect(
-    path: Path, reading: Reading, *, nominal_size: int | None, delta: float, most: int | None
+    path: Path,
+    reading: Reading,
+    *,
+    nominal_size: int | None,
+    delta: float,
+    most: int | None,
+    client: Any = None,
 ) -> dict[str, Any]:
     """Return everything that `datalens inspect` shows, as JSON.
 
@@ -71,6 +146,7 @@ def inspect(
         nominal_size: the declared nominal number of records or persons; None: a round figure near the true one.
         delta: the δ of the plans.
         most: limit of images to decode; None: all.
+        client: of a cluster, whose workers read the parts of the data; None: this process reads it.
     """
     if str(path) in formats.sources.names() and not path.exists():
         raise DatalensError(f"{path} is a named data set, whose figures are public: see `datalens data list`")
@@ -78,76 +154,70 @@ def inspect(
     listing = reading if path.suffix == ".npz" else dataclasses.replace(reading, skip_unreadable=True)
     listed = formats.own_images(path, listing)
     classes = reading.shown(listed.classes) if isinstance(listed, Found) else listed.schema.classes
-    labels, ids, looks, names = _look(listed, most)
-    test_images, test_looks, test_names, test_facts = _test_images(path, listing, most)
-    both = {look.digest for look in looks if look.digest}
-    if reading.skip_unreadable and len(looks) == len(labels):  # count what `train` will read
-        kept = np.array([look.problem is None for look in looks], dtype=bool)
-        labels, ids = labels[kept], [one for one, kept_ in zip(ids, kept, strict=True) if kept_]
-    sizes = Counter(f"{look.kind.height}x{look.kind.width}" for look in looks if look.kind)
-    modes = Counter(look.kind.mode for look in looks if look.kind)
-    per_class = Counter(dict.fromkeys(classes, 0))
-    per_class.update({classes[i]: n for i, n in enumerate(np.bincount(labels, minlength=len(classes)).tolist())})
     whose = reading.id_column if isinstance(listed, OnDisk) else listed.record_id or reading.id_column
-    keys = [person_key(one, f"record {i + 1}") for i, one in enumerate(ids if whose is not None else [])]
-    images_of = Counter(keys)
-    persons = len(images_of) if whose is not None else None
-    units = per_class  # number of privacy units in each class: records or persons
-    if persons is not None:
-        units = Counter(dict.fromkeys(classes, 0))
-        units.update(classes[label] for label, _ in {*zip(labels.tolist(), keys, strict=True)})
+    by_person = whose is not None
+    where = _place(path, listed, listing, "train", client, by_person=by_person)
+    tally = where.tally(most, "looking into images")
+    labels, persons = np.concatenate([np.zeros(0, np.int64), *tally.labels]), _hashes(tally.persons)
+    fine = np.frombuffer(bytes(tally.fine), bool)
+    if reading.skip_unreadable and len(fine) == len(labels):  # count what `train` will read
+        labels, persons = labels[fine], persons[fine] if by_person else persons
+    test_images, test, tested, test_facts = _test_images(path, listing, most, client)
+    per_class = _by_class(labels, classes)
+    units = _persons_by_class(labels, persons, classes) if by_person else per_class
+    images_of = np.unique(persons, return_counts=True)[1]
     found: dict[str, Any] = {
         "path": str(path),
         "records": len(labels),
-        "persons": persons,
-        "most_images_of_a_person": max(images_of.values()) if persons else None,
-        "looked_into": len(looks),
+        "persons": len(images_of) if by_person else None,
+        "most_images_of_a_person": int(images_of.max()) if len(images_of) else None,
+        "looked_into": len(fine),
         "classes": dict(per_class),
-        "persons_of_classes": None if persons is None else dict(units),
+        "persons_of_classes": dict(units) if by_person else None,
         "test_images": test_images,
-        "sizes": dict(sizes.most_common()),
-        "modes": dict(modes.most_common()),
-        "dicom": _dicom(looks),
+        "sizes": dict(tally.sizes.most_common()),
+        "modes": dict(tally.modes.most_common()),
+        "dicom": {"studies": len(tally.studies), "series": len(tally.series)} if tally.studies else None,
         "for": OWNER_ONLY,
     }
-    found |= _problems(looks, names, units, reading, by_person=whose is not None)
-    found["mixed"] = _mixed([*looks, *test_looks], [*names, *test_names], reading)
-    found["unreadable"] += [look.problem for look in test_looks if look.problem]
-    found["in_both"] = [
-        f"{name} is a training image, too: nothing can be measured on it"
-        for look, name in zip(test_looks, test_names, strict=True)
-        if look.kind and look.digest in both
-    ]
+    found |= _problems(tally, where, units, by_person=by_person)
+    found["in_both"] = _in_both(tally, test, tested)
+    whole = Tally()
+    whole.join(tally)
+    whole.join(test)
+    found["mixed"] = _mixed(whole, reading)
+    found["unreadable"] += test.unreadable
     found["no_test"] = test_facts["no_test"]
     found["no_images"] = [*(listed.no_images if isinstance(listed, Found) else ()), *test_facts["no_images"]]
     found["left_out"] = reading.skip_unreadable
     found["columns"] = columns_of(path) if reading.label is None or reading.record_id is None else []
     found["suggested"] = suggested(found["columns"], reading)
-    found["nominal_size"] = nominal_size or _round(len(labels) if persons is None else persons)
+    found["nominal_size"] = nominal_size or _round(found["persons"] if by_person else len(labels))
     found["nominal_size_declared"] = nominal_size is not None
     found["plans"] = _plans(path, listed, reading, found, delta)
     return found
 
 
 def _test_images(
-    path: Path, listing: Reading, most: int | None
-) -> tuple[int | None, list[Look], list[str], dict[str, list[str]]]:
-    """Return the number of test images, results and names of the decoded ones, and problems of other kinds.
+    path: Path, listing: Reading, most: int | None, client: Any
+) -> tuple[int | None, "Tally", "Here | OnWorkers | None", dict[str, list[str]]]:
+    """Return the number of test images, what was found in them, where they are, and problems of other kinds.
 
     The number is None if there are none: `datalens evaluate` cannot run.
     """
     facts: dict[str, list[str]] = {"no_test": [], "no_images": []}
     try:
         listed = formats.own_images(path, listing, "test")
-        labels, _, looks, names = _look(listed, most, "looking into test images")
+        where = _place(path, listed, listing, "test", client, by_person=False)
+        tally = where.tally(most, "looking into test images")
     except NoTestImages:
-        return None, [], [], facts
+        return None, Tally(), None, facts
     except (DatalensError, OSError) as error:
-        return None, [], [], facts | {"no_test": [str(error)]}
+        return None, Tally(), None, facts | {"no_test": [str(error)]}
     facts["no_images"] = list(listed.no_images) if isinstance(listed, Found) else []
-    readable = sum(look.problem is None for look in looks)
-    whole = listing.skip_unreadable and len(looks) == len(labels)
-    return readable if whole else len(labels), looks, names, facts
+    count = sum(map(len, tally.labels))
+    whole = listing.skip_unreadable and len(tally.fine) == count
+    return sum(tally.fine) if whole else count, tally, where, facts
 
 
 def _count(listed: Found | OnDisk) -> int:
@@ -158,40 +228,58 @@ def _count(listed: Found | OnDisk) -> int:
     return sum(len(some.ids) for some in listed.encoded(BLOCK))
 
 
-def _look(
-    listed: Found | OnDisk, most: int | None, doing: str = "looking into images"
-) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Return labels and ids of all images, results and names of the decoded ones; everything is read once."""
-    if isinstance(listed, OnDisk):
-        return _look_at_arrays(listed.load(), most, doing)
-    labels: list[np.ndarray] = [np.zeros(0, np.int64)]
-    ids: list[Any] = []
-    looks: list[Look] = []
-    names: list[str] = []
-    total, chosen = listed.count, None  # all
-    if most is not None:
-        chosen = np.zeros(_count(listed), dtype=bool)
-        chosen[draw(len(chosen), most, seed=0)] = True
-        total = int(chosen.sum())
-    with ThreadPoolExecutor(WORKERS) as pool, bar(doing, total) as (progress, task):
-        for some, start in _numbered(listed.encoded(BLOCK)):
-            labels.append(some.labels)
-            ids += some.ids
-            which = list(range(len(some.index)))
+# --- looking into images ----------------------------------------------------------------------------------------------
+
+
+def tally_of(
+    blocks: Iterable[Encoded],
+    *,
+    by_person: bool,
+    dicom: bool = False,
+    part: int = 0,
+    chosen: np.ndarray | None = None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> Tally:
+    """Count images, still encoded, and look into them.
+
+    Args:
+        blocks: the images.
+        by_person: whether their ids say whose they are.
+        dicom: whether they are DICOM files.
+        part: the number of the part that they are.
+        chosen: whether to look into each of them, [n]; None: into all.
+        advance: called with the number of images that were looked into.
+    """
+    tally, seen = Tally(), 0
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in blocks:
+            tally.add_records(some.labels, some.ids if by_person else (), before=seen)
+            which = np.arange(len(some.index))
             if chosen is not None:
-                which = np.flatnonzero(chosen[start : start + len(some.index)]).tolist()
-            looks += pool.map(lambda i, some=some: _one(some, i, dicom=listed.dicom), which)
-            names += [some.names[i] for i in which]
-            progress.advance(task, len(which))
-    return np.concatenate(labels), ids, looks, names
+                which = np.flatnonzero(chosen[seen : seen + len(some.index)])
+            looks = pool.map(lambda i, some=some: _one(some, i, dicom=dicom), which.tolist())
+            for i, look in zip(which.tolist(), looks, strict=True):
+                tally.add(look, some.names[i])
+            tally.places.append(np.stack([np.full(len(which), part), some.index[which]], axis=1))
+            seen += len(some.index)
+            advance(len(which))
+    return tally
 
 
-def _numbered(blocks: Iterator[Encoded]) -> Iterator[tuple[Encoded, int]]:
-    """Yield each block with the number of records before it."""
-    seen = 0
-    for some in blocks:
-        yield some, seen
-        seen += len(some.index)
+def tally_of_arrays(listed: Dataset, most: int | None, doing: str, *, by_person: bool) -> Tally:
+    """Return the same for arrays, which were checked when they were opened."""
+    tally, schema, count = Tally(), listed.schema, len(listed.images)
+    ids = () if not by_person else range(count) if listed.ids is None else listed.ids.tolist()
+    tally.add_records(listed.labels, ids, before=0)
+    kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
+    looked = np.arange(min(count, most or count))
+    tally.places.append(np.stack([np.zeros_like(looked), looked], axis=1))
+    with bar(doing, len(looked)) as (progress, task):
+        for i, image in enumerate(listed.images[: len(looked)]):
+            look = Look(digest=hashlib.sha256(image.tobytes()).digest(), kind=kind, problem=None)
+            tally.add(look, f"record {i}")
+            progress.advance(task, 1)
+    return tally
 
 
 def _one(some: Encoded, i: int, *, dicom: bool) -> Look:
@@ -208,78 +296,184 @@ def _one(some: Encoded, i: int, *, dicom: bool) -> Look:
         return Look(digest=digest, kind=None, problem=str(error))
 
 
-def _dicom(looks: list[Look]) -> dict[str, int] | None:
-    """Return how many studies and series the images are of; None: these are no DICOM files."""
-    found = [look.dicom for look in looks if look.dicom]
-    if not found:
-        return None
-    return {"studies": len({one.study for one in found}), "series": len({one.series for one in found})}
+def names_at(blocks: Iterable[Encoded], positions: np.ndarray) -> list[str]:
+    """Return the names of the images at these positions, which increase."""
+    names: list[str] = []
+    for some in blocks:
+        names += [some.names[i] for i in np.flatnonzero(np.isin(some.index, positions)).tolist()]
+    return names
 
 
-def _look_at_arrays(
-    listed: Dataset, most: int | None, doing: str
-) -> tuple[np.ndarray, list[Any], list[Look], list[str]]:
-    """Return the same for arrays, which were checked when they were opened."""
-    schema, count = listed.schema, len(listed.images)
-    kind = Kind(height=schema.height, width=schema.width, mode={1: "L", 3: "RGB"}.get(schema.channels, "other"))
-    ids = list(range(count)) if listed.ids is None else listed.ids.tolist()
-    chosen = range(min(count, most or count))
-    looks, size = [], block_records(schema)
-    with bar(doing, len(chosen)) as (progress, task):
-        for start in range(0, len(chosen), size):
-            part = listed.images[start : min(start + size, len(chosen))]
-            looks += [Look(digest=hashlib.sha256(image.tobytes()).digest(), kind=kind, problem=None) for image in part]
-            progress.advance(task, len(part))
-    return listed.labels, ids, looks, [f"record {i}" for i in chosen]
+class Here:
+    """Images that this process reads."""
+
+    def __init__(self, listed: Found | OnDisk, *, by_person: bool) -> None:
+        self._listed, self._by_person = listed, by_person
+
+    def tally(self, most: int | None, doing: str) -> Tally:
+        if isinstance(self._listed, OnDisk):
+            return tally_of_arrays(self._listed.load(), most, doing, by_person=self._by_person)
+        total, chosen = self._listed.count, None  # all
+        if most is not None:
+            chosen = _drawn(_count(self._listed), most)
+            total = int(chosen.sum())
+        with bar(doing, total) as (progress, task):
+            return tally_of(
+                self._listed.encoded(BLOCK),
+                by_person=self._by_person,
+                dicom=self._listed.dicom,
+                chosen=chosen,
+                advance=lambda count: progress.advance(task, count),
+            )
+
+    def names(self, places: np.ndarray) -> list[str]:
+        """Return the names of the images at these places, [n, 2], which increase."""
+        if isinstance(self._listed, OnDisk):
+            return [f"record {i}" for i in places[:, 1].tolist()]
+        return names_at(self._listed.encoded(BLOCK), places[:, 1])
 
 
-def _problems(
-    looks: list[Look],
-    names: list[str],
-    units: Counter[str],
-    reading: Reading,
-    *,
-    by_person: bool,
-) -> dict[str, Any]:
-    first: dict[bytes, str] = {}
-    twice = []
-    for look, name in zip(looks, names, strict=True):
-        if look.digest and first.setdefault(look.digest, name) != name:
-            twice.append(f"{name} is the same as {first[look.digest]}")
+class OnWorkers:
+    """Images that the workers of a cluster read, part by part."""
+
+    def __init__(self, client: Any, parts: Sequence[Part], *, by_person: bool) -> None:
+        self._client, self._parts, self._by_person = client, parts, by_person
+
+    def tally(self, most: int | None, doing: str) -> Tally:
+        chosen: list[np.ndarray | None] = [None] * len(self._parts)
+        if most is not None:
+            counts = cluster.each(self._client, _count_part, self._parts, saying="counting images")
+            chosen = list(np.split(_drawn(sum(counts), most), np.cumsum(counts)[:-1]))
+        by_person = [self._by_person] * len(self._parts)
+        whole = Tally()
+        for tally in cluster.each(self._client, _tally_part, self._parts, by_person, chosen, saying=doing):
+            whole.join(tally)
+        return whole
+
+    def names(self, places: np.ndarray) -> list[str]:
+        """Return the names of the images at these places, [n, 2], which increase."""
+        wanted = [places[places[:, 0] == part.number, 1] for part in self._parts]
+        found = cluster.each(self._client, _names_of_part, self._parts, wanted, saying="naming images")
+        return [name for names in found for name in names]
+
+
+def _place(
+    path: Path, listed: Found | OnDisk, reading: Reading, split: str, client: Any, *, by_person: bool
+) -> Here | OnWorkers:
+    """Return what looks into the images of a split: this process, or the workers, which read parquet files."""
+    if client is None:
+        return Here(listed, by_person=by_person)
+    classes = listed.classes if isinstance(listed, Found) else None
+    parts = formats.cut(formats.named_by(path), None, pieces=1, reading=reading, split=split, classes=classes)
+    if parts[0].file is None:
+        raise DatalensError(f"{path} is not of parquet files, which workers read one by one: leave --engine out")
+    return OnWorkers(client, parts, by_person=by_person)
+
+
+def _count_part(part: Part) -> int:
+    return _count(formats.list_part(part))
+
+
+def _tally_part(part: Part, by_person: bool, chosen: np.ndarray | None) -> Tally:
+    return tally_of(formats.list_part(part).encoded(BLOCK), by_person=by_person, part=part.number, chosen=chosen)
+
+
+def _names_of_part(part: Part, positions: np.ndarray) -> list[str]:
+    return names_at(formats.list_part(part).encoded(BLOCK), positions) if len(positions) else []
+
+
+def _drawn(count: int, most: int) -> np.ndarray:
+    """Return which of the images are looked into, [count] bool: at most `most`, at random."""
+    chosen = np.zeros(count, dtype=bool)
+    chosen[draw(count, most, seed=0)] = True
+    return chosen
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def _problems(tally: Tally, where: Here | OnWorkers, units: Counter[str], *, by_person: bool) -> dict[str, list[str]]:
     unit = "persons" if by_person else "records"
     tiny = [
         f"class {name} has {count} {unit}, too few to learn anything about it: add more, or merge it with another class"
         for name, count in units.items()
         if count < TINY
     ]
-    return {"unreadable": [look.problem for look in looks if look.problem], "duplicates": twice, "tiny_classes": tiny}
+    return {
+        "unreadable": list(tally.unreadable),
+        "duplicates": _duplicates(tally, where),
+        "tiny_classes": tiny,
+    }
 
 
-def _mixed(looks: list[Look], names: list[str], reading: Reading) -> list[str]:
+def _mixed(tally: Tally, reading: Reading) -> list[str]:
     """Return problems of images that can be read, but not together."""
-    mixed, images_of = [], dict[str, list[str]]()
-    for look, name in zip(looks, names, strict=True):
-        if look.kind:
-            images_of.setdefault(f"{look.kind.height}x{look.kind.width}", []).append(name)
-    sizes = sorted(images_of, key=lambda size: -len(images_of[size]))
+    mixed, sizes = [], [size for size, _ in tally.sizes.most_common()]
     if len(sizes) > 1 and reading.image_size is None:
-        others = [f"{name} ({size})" for size in sizes[1:] for name in images_of[size]]
-        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        others = [f"{name} ({size})" for size in sizes[1:] for name in tally.of_size[size]][:NAMED]
+        left = sum(tally.sizes[size] for size in sizes[1:]) - len(others)
         mixed.append(
             f"images of {len(sizes)} sizes: choose one with --image-size. Most are {sizes[0]}; others are "
-            f"{', '.join(others[:NAMED])}{more}"
+            f"{', '.join(others)}" + (f" and {left} more" if left else "")
         )
-    modes = {look.kind.mode for look in looks if look.kind}
-    if len({Kind(height=1, width=1, mode=mode).grey for mode in modes}) > 1 and not reading.grayscale:
+    if len({Kind(height=1, width=1, mode=mode).grey for mode in tally.modes}) > 1 and not reading.grayscale:
         mixed.append("grey and colour images: the first one decides, and must be colour; or use --grayscale")
-    if burned_in := [name for look, name in zip(looks, names, strict=True) if look.dicom and look.dicom.burned_in]:
+    if tally.burned_in:
         mixed.append(
-            f"text in the pixels of {len(burned_in)} images, says {burned_in[0]}: cut it off, or leave them out"
+            f"text in the pixels of {len(tally.burned_in)} images, says {tally.burned_in[0]}: cut it off, or leave "
+            "them out"
         )
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
         mixed.append(f"images of {outside[0]} need --image-size, {SMALLEST} to {LARGEST}")
     return mixed
+
+
+def _in_both(tally: Tally, test: Tally, tested: Here | OnWorkers | None) -> list[str]:
+    """Return which test images are training images, too, by name."""
+    mine = np.flatnonzero(
+        np.isin(_numbers(test.digests), _numbers(tally.digests)) & np.frombuffer(bytes(test.fine), bool)
+    )
+    if tested is None or not len(mine):
+        return []
+    names = tested.names(np.concatenate(test.places)[mine])
+    return [f"{name} is a training image, too: nothing can be measured on it" for name in names]
+
+
+def _duplicates(tally: Tally, where: Here | OnWorkers) -> list[str]:
+    """Return which images are there twice, by name. If there are any, the images are listed again."""
+    digests, places = _hashes(tally.digests), np.concatenate([np.zeros((0, 2), np.int64), *tally.places])
+    _, firsts, which = np.unique(digests, return_index=True, return_inverse=True)
+    first = firsts[which]
+    again = np.flatnonzero((first != np.arange(len(first))) & (digests != np.void(BLANK)))
+    if not len(again):
+        return []
+    wanted = np.unique(np.concatenate([again, first[again]]))
+    names = dict(zip(wanted.tolist(), where.names(places[wanted]), strict=True))
+    pairs = [(names[one], names[before]) for one, before in zip(again.tolist(), first[again].tolist(), strict=True)]
+    return [f"{name} is the same as {before}" for name, before in pairs if name != before]
+
+
+def _hashes(joined: bytearray) -> np.ndarray:
+    return np.frombuffer(bytes(joined), f"V{KEY}")
+
+
+def _numbers(joined: bytearray) -> np.ndarray:
+    """Return half of each hash as a number: numpy compares these quickly."""
+    return np.frombuffer(bytes(joined), np.uint64)[::2]
+
+
+def _by_class(labels: np.ndarray, classes: Sequence[str]) -> Counter[str]:
+    """Return how many of the labels each class has."""
+    return Counter(dict(zip(classes, np.bincount(labels, minlength=len(classes)).tolist(), strict=True)))
+
+
+def _persons_by_class(labels: np.ndarray, persons: np.ndarray, classes: Sequence[str]) -> Counter[str]:
+    """Return how many persons have a record of each class."""
+    pairs = np.zeros(len(labels), [("label", np.int64), ("person", persons.dtype)])
+    pairs["label"], pairs["person"] = labels, persons
+    distinct = np.unique(pairs.view(f"V{pairs.itemsize}")).view(pairs.dtype)
+    return _by_class(distinct["label"], classes)
 
 
 def _plans(

@@ -3,16 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from datalens.data import formats
 from datalens.data.own.reading import Reading
-from datalens.data.records import Dataset, draw
+from datalens.data.records import Dataset, collect, draw
 from datalens.errors import DatalensError, NoTestImages
 from datalens.evaluate import measures
 from datalens.evaluate.utility import step_seconds, training_seconds
 from datalens.progress import LONG, counted, duration, say
+from datalens.run import cluster
 from datalens.run.folder import read_config
 
 # What --quick sets, and the most test images that it uses: under 30 s on two cores for images of 64x64.
@@ -23,7 +25,7 @@ Training = Callable[[int], Dataset]
 
 
 def real_images(
-    data: str, real_train: str | None, *, folder: Path | None, reading: Reading, run: Path
+    data: str, real_train: str | None, *, folder: Path | None, reading: Reading, run: Path, client: Any = None
 ) -> tuple[Dataset, Training | None]:
     """Return the test images, and what reads training images to compare with; None: there are none.
 
@@ -33,20 +35,30 @@ def real_images(
         folder: of a named data set.
         reading: how own data is read.
         run: what is evaluated; if it is a run, all of what it was trained on is no test set.
+        client: of a cluster, whose workers read and decode the images; None: this process does.
 
     Raises:
         DatalensError: there are no images to test on.
     """
 
+    def load(where: str, split: str, most: int | None = None) -> Dataset:
+        nominal = 1 if split == "train" and formats.is_own(where) else None  # required, and not used here
+        records = formats.open_records(where, split, nominal_size=nominal, folder=folder, reading=reading)
+        if client is None:
+            return collect(records, most=most)
+        pieces = cluster.pieces(client)
+        parts = formats.cut(where, records.schema, pieces=pieces, folder=folder, reading=reading, split=split)
+        return cluster.load(client, parts, most=most)
+
     def training(most: int) -> Dataset:
-        return formats.load_some(real_train or data, most=most, folder=folder, reading=reading)
+        return load(real_train or data, "train", most)
 
     try:
-        return formats.load(data, "test", folder=folder, reading=reading), training
+        return load(data, "test"), training
     except NoTestImages as error:
         if trained_on(run, Path(data)):
             raise DatalensError(f"{error}; the run was trained on all that is there") from None
-    test = formats.load(data, nominal_size=1, reading=reading)
+    test = load(data, "train")
     say(f"all {counted(len(test.images), 'image')} of {data} are the test set: none may have been trained on")
     return test, None if real_train is None else training
 

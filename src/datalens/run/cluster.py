@@ -11,7 +11,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.parts import PartSum, join, whole
 from datalens.data import formats
 from datalens.data.parts import Part
+from datalens.data.records import Dataset, draw, those
 from datalens.errors import DatalensError
 from datalens.private.moments import RecordRows, View, stored_type
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows
@@ -226,32 +227,123 @@ class ClusterRows:
         return found
 
     def _results(self, futures: list[Any], saying: str, watched: list[Any] | None = None) -> list[Any]:
-        """Return the results of tasks; raise the error of the first of them that failed."""
-        import distributed
+        return results(self._client, futures, saying, watched=watched, charged=self._releases > 0)
 
-        last_seen, before = time.monotonic(), 0
-        with bar(saying, len(futures), shown=bool(saying)) as (progress, task):
-            while True:
-                with contextlib.suppress(TimeoutError, distributed.CancelledError):
-                    distributed.wait(futures, timeout=1)
-                done = sum(future.status == "finished" for future in futures)
-                progress.advance(task, done - before)
-                before = done
-                if done == len(futures):
-                    results: list[Any] = self._client.gather(futures)
-                    return results
-                for future in watched or futures:
-                    if future.status == "error":
-                        raise explained(future.exception()) from None
-                    if future.status == "cancelled":  # "lost" is what a dead worker had: it is computed again
-                        raise DatalensError(
-                            f"the connection to the scheduler was lost ({future.key}); charges are kept: start it "
-                            "again, then --resume"
-                        )
-                if self._client.scheduler_info(n_workers=-1)["workers"]:
-                    last_seen = time.monotonic()
-                elif time.monotonic() - last_seen > SECONDS_WITHOUT_WORKERS:
-                    raise DatalensError("no worker is left; charges are kept: start some, then --resume")
+
+def results(
+    client: Any, futures: list[Any], saying: str, *, watched: list[Any] | None = None, charged: bool = False
+) -> list[Any]:
+    """Return the results of tasks; raise the error of the first of them that failed.
+
+    Args:
+        client: of the cluster.
+        futures: the tasks.
+        saying: what the progress bar says; "": none is shown.
+        watched: all tasks that may fail; by default `futures`.
+        charged: whether the run has charged anything by now, which decides what to do after a failure.
+    """
+    import distributed
+
+    def mend(what: str) -> str:
+        return f"charges are kept: {what}, then --resume" if charged else f"{what}, then run the same line again"
+
+    last_seen, before = time.monotonic(), 0
+    with bar(saying, len(futures), shown=bool(saying)) as (progress, task):
+        while True:
+            with contextlib.suppress(TimeoutError, distributed.CancelledError):
+                distributed.wait(futures, timeout=1)
+            done = sum(future.status == "finished" for future in futures)
+            progress.advance(task, done - before)
+            before = done
+            if done == len(futures):
+                gathered: list[Any] = client.gather(futures)
+                return gathered
+            for future in watched or futures:
+                if future.status == "error":
+                    raise explained(future.exception(), mend) from None
+                if future.status == "cancelled":  # "lost" is what a dead worker had: it is computed again
+                    raise DatalensError(
+                        f"the connection to the scheduler was lost ({future.key}); {mend('start it again')}"
+                    )
+            if workers_of(client) != []:
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > SECONDS_WITHOUT_WORKERS:
+                raise DatalensError(f"no worker is left; {mend('start some')}")
+
+
+def explained(error: BaseException, mend: Callable[[str], str]) -> DatalensError:
+    """Return the error of a task as one line. `mend`: completes what to do next."""
+    if isinstance(error, DatalensError):
+        return error
+    if type(error).__name__ == "KilledWorker":
+        return DatalensError(
+            "several workers have died while reading or summing the same part, perhaps for want of memory; "
+            + mend("give them more, or make smaller parts")
+        )
+    return DatalensError(f"a worker failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+
+
+def each(client: Any, work: Callable[..., Any], parts: Sequence[Part], *more: Sequence[Any], saying: str) -> list[Any]:
+    """Return what the workers' calls of `work(part, …)` return, in the order of the parts.
+
+    Args:
+        client: of the cluster.
+        work: a function of a module.
+        parts: of the records.
+        more: further arguments, one for each part.
+        saying: what the progress bar says.
+    """
+    return results(client, client.map(work, parts, *more, pure=False), saying)
+
+
+def load(client: Any, parts: Sequence[Part], *, most: int | None = None, seed: int = 0) -> Dataset:
+    """Return the records of all parts in memory, read and decoded by the workers: what `records.collect` returns.
+
+    Args:
+        client: of the cluster.
+        parts: of the records, with their schema.
+        most: the most records to return, drawn at random; None: all.
+        seed: of the draw.
+    """
+    name = parts[0].schema.name
+    found = each(client, _positions, parts, saying=f"counting {name}")
+    sizes = [len(positions) for positions in found]
+    if parts[0].file is not None:  # positions are those within the file
+        found = [start + np.arange(size) for start, size in zip(np.cumsum([0, *sizes]).tolist(), sizes, strict=False)]
+    stream = np.argsort(np.concatenate(found))  # numbers among the records of all parts, in the order of the stream
+    if not len(stream):
+        raise DatalensError(f"{name} has no record here: check the files")
+    drawn = stream[draw(len(stream), len(stream) if most is None else most, seed)]
+    chosen = np.zeros(len(stream), bool)
+    chosen[drawn] = True
+    wanted = np.split(chosen, np.cumsum(sizes)[:-1])
+    read = each(client, _read_part, parts, wanted, saying=f"reading {name}")
+    at = (np.cumsum(chosen) - 1)[drawn]
+    images, labels = (np.concatenate([one[i] for one in read])[at] for i in (0, 1))
+    return Dataset(schema=parts[0].schema, images=images, labels=labels, fixed_positions=False)
+
+
+def _positions(part: Part) -> np.ndarray:
+    """Return the positions of the records of a part, without decoding them."""
+    found = [np.zeros(0, np.int64)]
+
+    def choose(index: np.ndarray, keys: Iterable[bytes]) -> np.ndarray:
+        found.append(index)
+        return np.full(len(index), -1, dtype=np.int64)
+
+    for _ in formats.open_part(part).blocks(choose):
+        pass
+    return np.concatenate(found)
+
+
+def _read_part(part: Part, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels of the records of a part whose entry in `wanted` is true."""
+    shape = (0, part.schema.height, part.schema.width, part.schema.channels)
+    images, labels = [np.zeros(shape, np.uint8)], [np.zeros(0, np.int64)]
+    for block in formats.open_part(part).blocks(those(np.flatnonzero(wanted))):
+        images.append(block.images)
+        labels.append(block.labels)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def gather(
@@ -269,8 +361,22 @@ def gather(
         DatalensError: there is no such cluster, it does not fit this process, or a part cannot be read.
     """
     client = closing.enter_context(connected(options))
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
-    return ClusterRows(client, parts(PIECES_OF_A_WORKER * workers), coordinates)
+    return ClusterRows(client, parts(pieces(client)), coordinates)
+
+
+def pieces(client: Any) -> int:
+    """Return into how many parts data without files of its own is cut."""
+    return PIECES_OF_A_WORKER * max(1, len(workers_of(client) or []))
+
+
+@contextlib.contextmanager
+def if_asked(options: Mapping[str, Any]) -> Iterator[Any]:
+    """Connect to the cluster that the options name (see `connected`); None: they name none."""
+    if not check_options(options):
+        yield None
+        return
+    with connected(options) as client:
+        yield client
 
 
 @contextlib.contextmanager
@@ -312,6 +418,17 @@ def connected(options: Mapping[str, Any]) -> Iterator[Any]:
         yield client
 
 
+def workers_of(client: Any) -> list[str] | None:
+    """Return the addresses of all workers; None if the scheduler does not answer.
+
+    The scheduler is asked: what `client.scheduler_info` remembers is now and then without any worker.
+    """
+    try:
+        return list(client.nthreads())
+    except (OSError, TimeoutError):
+        return None
+
+
 def check_workers(client: Any, address: str | None) -> None:
     """Raise unless there are workers, with the package, and in the versions of this process.
 
@@ -319,7 +436,7 @@ def check_workers(client: Any, address: str | None) -> None:
     """
     import importlib.util
 
-    if not client.scheduler_info(n_workers=-1)["workers"]:
+    if workers_of(client) == []:
         raise DatalensError(f"the scheduler at {address} has no workers: start some with `dask worker {address}`")
     try:
         found = client.run(importlib.util.find_spec, "datalens")
@@ -358,18 +475,6 @@ def check_persons_whole(facts: Sequence[Facts], parts: Sequence[Part]) -> None:
         f"a person has records in {names[0]} and in {names[1]}: put all records of a person into one part "
         "(docs/cluster.md)"
     )
-
-
-def explained(error: BaseException) -> DatalensError:
-    """Return the error of a task as one line."""
-    if isinstance(error, DatalensError):
-        return error
-    if type(error).__name__ == "KilledWorker":
-        return DatalensError(
-            "several workers have died while reading or summing the same part, perhaps for want of memory; charges are "
-            "kept: give them more, or make smaller parts, then --resume"
-        )
-    return DatalensError(f"a worker failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
 
 def _itself(ask: Ask) -> Ask:
