@@ -13,9 +13,10 @@ import torch
 from datalens.bounded.contributions import Ballots, VoteCounts, count_ballots
 from datalens.data.own.reading import Reading
 from datalens.data.records import Dataset, id_key
-from datalens.data.schema import PERSON, Schema
+from datalens.data.schema import LARGEST_NUMBER, PERSON, Schema
 from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.evaluate import publish
+from datalens.evaluate.classifiers import UTILITY
 from datalens.privacy.events import DiscreteGaussianEvent, LaplaceEvent
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import LaplaceVote
@@ -402,12 +403,85 @@ def test_one_changed_fact_is_found(name: str, value: Any) -> None:
         {"asked": {**ASKED, "exact": 1}},
         {"asked": {}},
         {"table": None},
+        *(
+            {"asked": {**ASKED, name: value}}
+            for name in ("held_out", "images", "epochs", "seed")
+            for value in ("a text", 1.0, -1, True, None, LARGEST_NUMBER + 1)
+        ),
+        {"asked": {**ASKED, "overlap": "a text"}},
+        {"asked": {**ASKED, "read_off": 1}},
+        {"asked": {**ASKED, "more": 1}},
+        {"asked": [*ASKED]},
+        {"table": [[1, 2, 3], [4, 5, 6]]},
+        {"table": [[1, 2, 3], [4, 5, 6], [7, 8]]},
+        {"table": [[1, 2, 3], [4, 5, 6], [7, 8, True]]},
+        {"table": [[1, 2, 3], [4, 5, 6], [7, 8, 2**53]]},
+        {"table": [[1, 2, 3], [4, 5, 6], [7, 8, -(2**53)]]},
     ],
 )
 def test_nonsense_is_refused(value: dict[str, Any]) -> None:
     one = published()
     with pytest.raises(TamperedError):
         publication.read({**one.fields(TRAINING, SCHEMA), **value}, one.budget, one.events, SCHEMA)
+
+
+def test_fields_that_are_none_are_refused() -> None:
+    one = published()
+    with pytest.raises(TamperedError):
+        publication.read([], one.budget, one.events, SCHEMA)
+
+
+def test_what_may_be_stated_is_accepted() -> None:
+    one, most = published(), 2**53 - 1
+    for asked in (
+        *({**ASKED, "classifier": name} for name in publication.CLASSIFIERS),
+        *({**ASKED, "known": name} for name in publication.KNOWN),
+        {**ASKED, "held_out": 1, "images": 0, "epochs": 0},
+        {**ASKED, "held_out": LARGEST_NUMBER},
+    ):
+        fields = {**one.fields(TRAINING, SCHEMA), "asked": asked, "table": [[most, -most, 0]] * 3}
+        assert vars(publication.read(fields, one.budget, one.events, SCHEMA).asked) == asked
+    assert {*UTILITY, "released"} == set(publication.CLASSIFIERS)
+
+
+def test_who_answered_is_named() -> None:
+    assert Asked(**{**ASKED, "classifier": "released"}).described() == "the released classifier"  # type: ignore[arg-type]
+    said = "a classifier (augmented) trained on 1000 synthetic images for 3 epochs"
+    assert Asked(**ASKED).described() == said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [None, 0.009, 1001.0])
+def test_a_ledger_without_a_charge_for_a_table_is_refused(scale: float | None) -> None:
+    one = published()
+    (event,) = one.events
+    assert isinstance(event, LaplaceEvent)
+    events = () if scale is None else (event, LaplaceEvent(**(vars(event) | {"scale": scale})))
+    with pytest.raises(TamperedError, match="no charge for a table of counts"):
+        publication.read(one.fields(TRAINING, SCHEMA), one.budget, events, SCHEMA)
+    gaussian = DiscreteGaussianEvent(
+        row_unit="record", l2_bound=1.0, diameter=2.0, sigma=1e3, coordinates=9, relation="add-remove",
+        noise="operating-system", queries=1, step=0,
+    )  # fmt: skip
+    with pytest.raises(TamperedError, match="or other charges"):
+        publication.read(one.fields(TRAINING, SCHEMA), one.budget, (*one.events, gaussian), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("budget", "training"),
+    [
+        ({"accountant": "rdp"}, {}),
+        ({}, {"relation": "replace-one"}),
+        ({}, {"epsilon": math.inf}),
+        ({"epsilon": 0.2}, {}),
+        ({"epsilon": 0.09}, {}),
+    ],
+)
+def test_a_budget_that_is_not_what_the_table_cost_is_found(budget: dict[str, Any], training: dict[str, Any]) -> None:
+    one = published()
+    other = dataclasses.replace(one, budget=dataclasses.replace(one.budget, **budget))
+    trained = dataclasses.replace(TRAINING, **training)
+    wrong = publication.problems(one.fields(TRAINING, SCHEMA), other, trained, SCHEMA)
+    assert wrong and "missing or an unknown field" not in wrong[0]
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,15 @@ def other_randomness(tree: ast.AST) -> Iterator[int]:
 SETTINGS = family("Settings", FILES)
 
 
+def counts_aloud(tree: ast.AST) -> Iterator[int]:
+    """A progress bar that would write how many records there are into a log."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and tail(node.func) == "bar":
+            told = {keyword.arg: keyword.value for keyword in node.keywords}.get("private")
+            if not (isinstance(told, ast.Constant) and told.value is True):
+                yield node.lineno
+
+
 def asks_for_settings(tree: ast.AST) -> Iterator[int]:
     """Code that depends on the class of settings: these answer for themselves, through `plans.base.Settings`."""
     for node in ast.walk(tree):
@@ -285,6 +294,12 @@ WALLS: dict[str, tuple[Finder, tuple[str, ...], tuple[str, ...]]] = {
             "match settings:\n    case DpmerfSettings(grid=x):\n        pass",
             "type(settings) is GPateSettings",
         ),
+    ),
+    "no log says how many records there are": (
+        counts_aloud,
+        # what they count is public, or asked for by a command that is for the owner only
+        ("progress.py", "evaluate/", "released/", "reproduce/", "data/", "run/cluster.py"),
+        ('bar("reading", n)', 'progress.bar("reading", n, private=False)', 'bar("reading", n, shown=False)'),
     ),
     "no text is run": (runs_text, (), ("eval(x)", "exec(x)")),
     "no prints": (prints, (), ("print(x)", "f = print")),

@@ -34,7 +34,7 @@ def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
     schema, classes = held_out.schema, len(held_out.schema.classes)
     chosen = ballots_of(held_out)
     cells = np.empty(len(chosen), dtype=np.int64)
-    with bar("held-out images", len(chosen)) as (progress, task):
+    with bar("held-out images", len(chosen), private=True) as (progress, task):
         for number, index in enumerate(chosen):
             cells[number] = int(held_out.labels[index]) * classes + classify(held_out.images[index])
             progress.advance(task)
@@ -84,7 +84,7 @@ def units_of(records: Records) -> tuple[set[bytes], set[int]]:
         asked += len(index)
         return np.arange(asked - len(index), asked, dtype=np.int64)
 
-    with bar("training records", records.schema.nominal_size) as (progress, task):
+    with bar("training records", records.schema.nominal_size, private=True) as (progress, task):
         for block in records.blocks(everyone):
             of_rows += fingerprint_of(block, persons_of(block, hashes))
             of_pool += block_fingerprint(block)

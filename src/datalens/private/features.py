@@ -106,7 +106,7 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
     network = extractor.load().to(device)
     parts = []
     size = 256 if device.type == "cuda" else 32
-    with torch.inference_mode(), bar(f"features by {extractor.name}", len(images)) as (progress, task):
+    with torch.inference_mode(), bar(f"features by {extractor.name}", len(images), private=True) as (progress, task):
         for start in range(0, len(images), size):
             block = torch.from_numpy(images[start : start + size]).to(device)
             parts.append(network(_prepared(extractor, block)).to(torch.float16).cpu())
@@ -114,7 +114,7 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
     features = torch.cat(parts)
     with replacing(path, private=True, shared=True) as file:
         np.lib.format.write_array(file, features.numpy(), allow_pickle=False)
-    say(f"features of {len(images)} records are kept, for the owner only, in {path.parent}: delete it with the data")
+    say(f"features of records are kept, for the owner only, in {path.parent}: delete it with the data")
     return features.to(torch.float32)
 
 
