@@ -230,12 +230,7 @@ def _gathered(job: Job, method: Method, place: Place) -> "tuple[Gathered, list[s
 
 def _records(job: Job) -> "Records":
     """Return the training records; raise if their schema is not the run's."""
-    records = job.records or formats.open_records(
-        job.options["data"],
-        nominal_size=job.options["nominal_size"],
-        folder=job.options.get("data_folder"),
-        reading=Reading.of(job.options),
-    )
+    records = job.records or formats.training_records(job.options)
     if records.schema != job.schema:
         raise DatalensError(
             f"{job.options['data']} is not the data this run was begun with: put that back, or start another run"

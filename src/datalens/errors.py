@@ -12,6 +12,11 @@ class DatalensError(Exception):
             self.exit_code = exit_code
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, or the name of its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class UnreadableImage(DatalensError):
     """A file cannot be read as an image, whatever the other files are: `--skip-unreadable` leaves it out."""
 

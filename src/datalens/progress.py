@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -114,6 +114,17 @@ def told(said: Callable[[float], str]) -> Iterator[None]:
         thread.join()
 
 
+def steps_bar(on: Console, **options: Any) -> Progress:
+    """Return a progress display with bar, count and times.
+
+    Args:
+        on: the console to show it on.
+        options: other arguments of `Progress`.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=on, **options)
+
+
 @contextmanager
 def bar(
     description: str, total: float | None, *, private: bool = False, shown: bool = True
@@ -132,14 +143,5 @@ def bar(
         with told(count.said):
             yield count, TaskID(0)
         return
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    with progress:
+    with steps_bar(console, transient=True) as progress:
         yield progress, progress.add_task(description, total=total)

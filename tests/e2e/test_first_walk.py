@@ -76,7 +76,7 @@ def test_inspect_lists_all_problems_by_name(broken, datalens):
     shown = datalens("inspect", broken).succeeded().out
     for name in ("leer.png", "text.png", "scan.dcm", "link.png", "Röntgen 000.png"):
         assert name in shown
-    assert "images that cannot be read: 4" in shown and "files that are no images: 1" in shown
+    assert "images that cannot be read: 4" in shown and "files that are not images: 1" in shown
 
 
 def test_inspect_looks_at_test_images_too_and_says_what_skipping_leaves(tmp_path, datalens):

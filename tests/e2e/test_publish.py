@@ -308,4 +308,4 @@ def test_the_owner_sees_real_images_and_the_parts_of_the_budget(own: Path, datal
     (own / "data.npz").unlink()
     datalens("report", run).succeeded()
     page = (run / "owner.html").read_text(encoding="utf-8")
-    assert "The training data are not at hand" in page and page.count("data:image/png;base64,") == 1
+    assert "The training data are not available" in page and page.count("data:image/png;base64,") == 1

@@ -162,7 +162,7 @@ def test_paths_stay_in_the_chosen_folder(running: server.Server, path: str) -> N
         ("start", {"data": path, "name": "a"}),
     ):
         code, said, _ = ask(running, f"/api/{where}", fields, key=key)
-        assert code == 400 and re.search("leads out|no such|no text", said["error"])
+        assert code == 400 and re.search("leads out|no such|not text", said["error"])
     assert [entry["name"] for entry in ask(running, "/api/list", {"path": ""}, key=key)[1]] == ["pets"]
 
 
@@ -182,7 +182,7 @@ def test_answers_become_values_and_never_options(studio: Studio) -> None:
     assert words[2:] == ["--label=--out=/", "--epsilon=3 --force", "--grayscale", "--json"]
     assert jobs.shown(words).endswith("'--epsilon=3 --force' --grayscale")
     for wrong in ("a\nb", "x" * (jobs.LONGEST + 1), ["a"], {"a": 1}, "\x1b[2J"):
-        with pytest.raises(DatalensError, match="too long, or is no text"):
+        with pytest.raises(DatalensError, match="too long, or is not text"):
             studio.words("plan", {"data": "pets", "classes": wrong})
 
 
@@ -198,10 +198,10 @@ def test_the_same_commands_answer(running: server.Server) -> None:
 def test_beliefs_are_those_of_the_page_for_stewards() -> None:
     page = (Path(__file__).parents[2] / "docs/steward.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) % \| ([\d. %|]+) \|$", page, flags=re.M)
-    assert [int(before) for before, _ in rows] == list(server.SUSPECTED)
+    assert [int(before) / 100 for before, _ in rows] == list(server.SUSPECTED)
     for before, cells in rows:
         assert [float(cell.strip(" %")) for cell in cells.split("|")] == [
-            pytest.approx(server.belief(int(before), epsilon), abs=0.051) for epsilon in server.SCALE
+            pytest.approx(100 * server.belief(int(before) / 100, epsilon), abs=0.051) for epsilon in server.SCALE
         ]
 
 
@@ -273,6 +273,6 @@ def test_a_release_is_downloaded_if_it_stands(
 
 
 def test_what_cannot_be_opened_is_said_in_one_line(tmp_path: Path) -> None:
-    assert "is no folder" in call("studio", tmp_path / "none", "--out", tmp_path / "runs").refused()
+    assert "is not a folder" in call("studio", tmp_path / "none", "--out", tmp_path / "runs").refused()
     with pytest.raises(DatalensError, match="port 65536 cannot be used"):
         server.open_studio(tmp_path, tmp_path / "runs", port=65536)

@@ -690,6 +690,27 @@ def test_of_idx_a_schema_needs_labels_only_for_their_largest(tmp_path):
         opened(path, classes=",".join(NAMES))
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet", "prefix"])
+def test_plan_reads_one_image_and_says_what_else(tmp_path, monkeypatch, kind, capsys):
+    """Labels, and ids of persons, are counted to judge each class."""
+    from datalens.cli.plan import Plan
+    from datalens.data import parquet as of_parquet
+    from datalens.data.own import reading as of_reading
+
+    path = parquet(tmp_path / "a.parquet") if kind == "parquet" else folder(tmp_path / "data", name="p{i:03}_0.png")
+    reading = {"record_id": "prefix"} if kind == "prefix" else {}
+    read, columns = [], []
+    real, batches = of_reading.read_regular, of_parquet._batches
+    monkeypatch.setattr(of_reading, "read_regular", lambda path: read.append(path) or real(path))
+    monkeypatch.setattr(of_parquet, "_batches", lambda file, names, n: columns.append(names) or batches(file, names, n))
+    assert Plan(data=str(path), nominal_size=120, epsilon=20.0, **reading).run(set()) == 0
+    said = capsys.readouterr().out
+    assert f"for the part above, the class{' and the person' if reading else ''} of every image." in said
+    assert f"class cat, 4 {'persons' if reading else 'records'}: " in said
+    assert len(read) == (kind != "parquet")
+    assert columns == ([["image", "label"], ["label"]] if kind == "parquet" else [])
+
+
 @pytest.mark.parametrize("kind", ["folder", "csv", "npz", "idx"])
 @pytest.mark.parametrize("verb", ["plan", "train", "inspect"])
 def test_data_is_opened_once(tmp_path, monkeypatch, kind, verb, capsys):

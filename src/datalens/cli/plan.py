@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
-    """Show what `train` would do and cost. Of your own data, only what the schema needs is read.
+    """Show what `train` would do and cost. No image of your own data is read but the first, for its size.
 
     Each method has options of its own: `datalens plan --method NAME --help`.
     """
@@ -47,6 +47,8 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
         warned = warnings(budget, schema, settings) + read_off_warnings(schema)
         suggested, seconds = settings.suggestion(), settings.seconds(schema)
         judged = [] if records is None else judged_files(settings, schema, budget, records)
+        whose = " and the person" if schema.by_person else ""
+        counted = f"; and for the part above, the class{whose} of every image" if judged else ""
         stamp = "" if math.isfinite(budget.epsilon) else " NOT PRIVATE: no noise, and no guarantee."
         lines = [
             f"{settings.method} [{settings.preset}] on {schema.name}, {settings.planned_as()}.",
@@ -56,7 +58,7 @@ class Plan(PriceOptions, MethodOptions, BudgetOptions, DataOptions):
             *(judged and [f"THIS PART IS {OWNER_ONLY}:", *(f"  {line}" for line in judged)]),
             *([_advice(suggested, getattr(settings, "k", 0))] if suggested else ()),
             *(f"warning: {line}" for line in warned),
-            f"read from the data: {'nothing' if records is None else formats.looked_at(records)}.",
+            f"read from the data: {'nothing' if records is None else formats.looked_at(records)}{counted}.",
         ]
         lines += (
             ["--details shows every release with its noise, and every setting."]

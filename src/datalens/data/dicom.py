@@ -1,4 +1,4 @@
-"""Read DICOM files: the pixels, whose image it is, and nothing else (needs `pip install 'datalens[medical]'`).
+"""Read DICOM files: pixels and patient ids, and nothing else (needs `pip install 'datalens[medical]'`).
 
 Only the elements that are named here are parsed. Names, birth dates and everything else that identifies a patient are
 skipped. The patient id decides which images belong together; it is kept in memory, and never written or printed.
@@ -105,7 +105,7 @@ class Facts:
 
     study: str
     series: str
-    burned_in: bool  # text in the pixels, says the file
+    burned_in: bool  # whether the file says that there is text in the pixels
 
 
 def facts(data: bytes, name: str) -> Facts:
@@ -117,7 +117,7 @@ def facts(data: bytes, name: str) -> Facts:
 
 @dataclass(frozen=True)
 class Patients:
-    """Return the patient id of each file, and check that one id means one patient.
+    """A reader of patient ids, which checks that one id means one patient.
 
     Hospitals number their patients by themselves, so the same id from two issuers is two persons. They would be one
     privacy unit, and neither would be protected at the stated ε.
@@ -217,7 +217,7 @@ def _lookup(values: np.ndarray, found: "Dataset") -> np.ndarray:
 
 
 def _padding(stored: np.ndarray, found: "Dataset") -> np.ndarray:
-    """Return which stored values are no image, but fill the frame around it."""
+    """Return which stored values are padding around the image, as a mask."""
     first = found.get("PixelPaddingValue")
     if first is None:
         return np.zeros(stored.shape, dtype=bool)

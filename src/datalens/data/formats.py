@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +64,23 @@ def open_records(
         return _own(data, split, reading, nominal_size or 0)
     records = sources.open_records(data, split, data_folder=None if folder is None else Path(folder))
     return records if nominal_size is None else _declared(records, nominal_size)
+
+
+def training_records(options: Mapping[str, Any]) -> Records:
+    """Open the training records of a run.
+
+    Args:
+        options: of the run, as config.json keeps them.
+
+    Raises:
+        DatalensError: the data are not there any more, or damaged.
+    """
+    return open_records(
+        options["data"],
+        nominal_size=options["nominal_size"],
+        folder=options.get("data_folder"),
+        reading=Reading.of(options),
+    )
 
 
 def load(

@@ -16,6 +16,9 @@ from datalens.errors import UnreadableImage
 WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside Python's lock
 
 
+Listed = Callable[[], Iterator[tuple[np.ndarray, list[Any] | None]]]  # labels [b], and ids, if there are any
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
     """Some consecutive records, still encoded. `index` has gaps where a record does not belong to the data set."""
@@ -63,6 +66,7 @@ class ImageRecords:
         crop: side of the square that is cut out first; None: the largest possible one.
         decoder: used instead of `decode` for the user's own files.
         looked_at: what was read of the user's own files to know the schema, in words.
+        listed: yields labels and ids of the user's own images without reading an image; None: it would take too long.
         fixed_positions: whether the images come from a list (`records.Records`).
         record_id: whose each image is, where the files themselves say it and no option did.
         skipped: names of unreadable files that were left out so far (--skip-unreadable). Private.
@@ -73,6 +77,7 @@ class ImageRecords:
     crop: int | None = None
     decoder: Callable[[bytes, str], np.ndarray] | None = None
     looked_at: str = ""
+    listed: Listed | None = None
     fixed_positions: bool = False
     record_id: str | None = None
     skipped: set[str] = field(default_factory=set)

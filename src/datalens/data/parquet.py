@@ -23,6 +23,7 @@ from datalens.errors import DatalensError, UnreadableImage
 Labelling = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.parquet")
+ROWS_AT_ONCE = 2**16  # of columns without images
 READ_BYTES = 2**20  # read ahead; without a limit, a whole row group would be read at once
 # Encoded images hardly compress. A row group that unpacks to this multiple and this size is an attack or a mistake.
 MOST_COMPRESSED, FROM_BYTES = 50, 2**26
@@ -79,13 +80,32 @@ def encoded_rows(
         start = 0
         for file, names in columns_of:
             for batch in _batches(file, ["image", *names.values()], size):
-                values = {name: _values(batch, real, file) for name, real in names.items()}
-                ids = None if record_id is None else values[record_id].tolist()
-                labels = label(values) if values else np.zeros(batch.num_rows, np.int64)
+                labels, ids = _labels_and_ids(batch, file, names, label, record_id)
                 yield _encoded(batch, file, start, labels, ids)
                 start += batch.num_rows
 
     return encoded
+
+
+def listed_rows(
+    files: Sequence[Path], *, columns: Sequence[str], label: Labelling, record_id: str | None
+) -> Iterator[tuple[np.ndarray, list[Any] | None]]:
+    """Yield labels and ids of the rows; of the files, no other column is read. The arguments are `encoded_rows`'s."""
+    for file in files:
+        names = _columns(file, columns)
+        if not names:
+            yield np.zeros(pq.read_metadata(file).num_rows, np.int64), None
+            continue
+        for batch in _batches(file, list(names.values()), ROWS_AT_ONCE):
+            yield _labels_and_ids(batch, file, names, label, record_id)
+
+
+def _labels_and_ids(
+    batch: Any, file: Path | Remote, names: dict[str, str], label: Labelling, record_id: str | None
+) -> tuple[np.ndarray, list[Any] | None]:
+    values = {name: _values(batch, real, file) for name, real in names.items()}
+    ids = None if record_id is None else values[record_id].tolist()
+    return label(values) if values else np.zeros(batch.num_rows, np.int64), ids
 
 
 def _encoded(batch: Any, file: Path | Remote, start: int, labels: np.ndarray, ids: list[Any] | None) -> Encoded:

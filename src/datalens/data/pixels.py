@@ -31,7 +31,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from datalens.data import dicom as dicom_files
 from datalens.data.regular import MOST_PIXELS
 from datalens.data.schema import Schema
-from datalens.errors import DatalensError, UnreadableImage
+from datalens.errors import DatalensError, UnreadableImage, one_line
 
 CUT_BEFORE = (64, 64)  # the size of the copies of CelebA that are in circulation, from which the square was cut already
 WHAT_TO_DO = (
@@ -192,7 +192,7 @@ def _damage_explained(name: str) -> Iterator[None]:
     except (MemoryError, DatalensError):
         raise
     except Exception as error:  # Pillow raises many kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise UnreadableImage(f"{name} is not a readable image ({reason}): {WHAT_TO_DO}") from None
 
 

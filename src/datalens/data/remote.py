@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, one_line
 
 
 @dataclass(frozen=True, order=True)
@@ -109,4 +109,4 @@ def _unreadable(address: str, error: Exception) -> DatalensError:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return one_line(error)[:200]

@@ -33,38 +33,39 @@ _NOISE = 0.2  # relative to the range of a pixel
 _SMOOTHING = 0.1  # label smoothing, because labels of synthetic images are not reliable
 
 
-class PaperCNN(nn.Module):
-    """Two convolutions and two dense layers, padded so that 8x8 images work as well as 28x28 ones."""
+class Layers(nn.Module):
+    """Layers one after another: [b, c, h, w] → [b, classes]."""
 
-    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        _check_size(height, width)
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, 32, kernel_size=3, padding=1),
-            # relu(maxpool(x)) equals maxpool(relu(x)) and needs a quarter of the relu's work.
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, kernel_size=3, padding=1),
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * (height // 4) * (width // 4), 64),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(64, classes),
-        )
+        self.layers = nn.Sequential(*layers)
 
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
+    def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)
 
 
-class AuthorsCNN(nn.Module):
+class PaperCNN(Layers):
+    """Two convolutions and two dense layers, padded so that 8x8 images work as well as 28x28 ones."""
+
+    def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
+        _check_size(height, width)
+        super().__init__(
+            nn.Conv2d(channels, 32, kernel_size=3, padding=1),
+            # relu(maxpool(x)) equals maxpool(relu(x)) and needs a quarter of the relu's work.
+            *(nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(32, 64, kernel_size=3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
+            nn.Flatten(),
+            *(nn.Linear(64 * (height // 4) * (width // 4), 64), nn.ReLU(), nn.Dropout(0.5)),
+            nn.Linear(64, classes),
+        )
+
+
+class AuthorsCNN(Layers):
     """The network of the authors' evaluation: one pooling only, between two convolutions."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        super().__init__()
         _check_size(height, width)
-        self.layers = nn.Sequential(
+        super().__init__(
             *(nn.Conv2d(channels, 32, kernel_size=3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
             *(nn.Conv2d(32, 64, kernel_size=3, padding=1), nn.ReLU()),
             nn.Flatten(),
@@ -72,17 +73,13 @@ class AuthorsCNN(nn.Module):
             nn.Linear(64, classes),
         )
 
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
-        return self.layers(images)
 
-
-class AugmentedCNN(nn.Module):
+class AugmentedCNN(Layers):
     """The paper's convolutions, a wider dense layer, and batch norm, which makes biases before it redundant."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        super().__init__()
         _check_size(height, width)
-        self.layers = nn.Sequential(
+        super().__init__(
             # Pooling before the batch norm needs a quarter of the work; with a positive gain the result is the same.
             *(nn.Conv2d(channels, 32, kernel_size=3, padding=1, bias=False), nn.MaxPool2d(2)),
             *(nn.BatchNorm2d(32), nn.ReLU()),
@@ -93,35 +90,24 @@ class AugmentedCNN(nn.Module):
             nn.Linear(128, classes),
         )
 
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
-        return self.layers(images)
 
-
-class Logistic(nn.Module):
+class Logistic(Layers):
     """Logistic regression on pixels."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
-
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
-        return self.layers(images)
+        super().__init__(nn.Flatten(), nn.Linear(channels * height * width, classes))
 
 
-class MLP(nn.Module):
+class MLP(Layers):
     """Two hidden dense layers, without any notion of neighbouring pixels."""
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
+        super().__init__(
             nn.Flatten(),
             *(nn.Linear(channels * height * width, 512), nn.ReLU(), nn.Dropout(0.2)),
             *(nn.Linear(512, 256), nn.ReLU(), nn.Dropout(0.2)),
             nn.Linear(256, classes),
         )
-
-    def forward(self, images: Tensor) -> Tensor:  # [b, c, h, w] -> [b, classes]
-        return self.layers(images)
 
 
 class _Residual(nn.Module):

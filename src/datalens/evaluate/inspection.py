@@ -19,7 +19,7 @@ import numpy as np
 
 from datalens.data import dicom as dicom_files
 from datalens.data import formats
-from datalens.data.images import WORKERS, Encoded, ImageRecords
+from datalens.data.images import WORKERS, Encoded, ImageRecords, Listed
 from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.parts import Part
@@ -40,9 +40,9 @@ TINY = 20  # with fewer records, nothing can be learned about a class (see relea
 NAMED = 5  # number of sizes, and of images of other sizes, that are listed
 # Kind of problem, as JSON has it → in words.
 PROBLEMS = {
-    "no_images": "files that are no images",
+    "no_images": "files that are not images",
     "unreadable": "images that cannot be read",
-    "duplicates": "images that are there twice",
+    "duplicates": "duplicate images",
     "tiny_classes": "classes that are too small",
     "mixed": "images of different kinds",
     "no_test": "test images that cannot be used",
@@ -420,8 +420,8 @@ def _mixed(tally: Tally, reading: Reading) -> list[str]:
         mixed.append("grey and colour images: the first one decides, and must be colour; or use --grayscale")
     if tally.burned_in:
         mixed.append(
-            f"text in the pixels of {len(tally.burned_in)} images, says {tally.burned_in[0]}: cut it off, or leave "
-            "them out"
+            f"{len(tally.burned_in)} files say that their pixels contain text, {tally.burned_in[0]} among them: cut it "
+            "off, or leave them out"
         )
     outside = [size for size in sizes if not all(SMALLEST <= int(side) <= LARGEST for side in size.split("x"))]
     if outside and reading.image_size is None:
@@ -513,24 +513,24 @@ def judged(settings: Settings, schema: Schema, budget: Budget, counts: Mapping[s
 def judged_files(settings: Settings, schema: Schema, budget: Budget, records: Records) -> list[str]:
     """Return what to expect of each class of the user's own files, by exact counts: for the owner only.
 
-    [] for methods that cannot tell, and for arrays, which would have to be loaded for it: `datalens inspect` does that.
+    [] for methods that cannot tell, and for data that would have to be loaded for it: `datalens inspect` does that.
     """
-    if not isinstance(records, ImageRecords) or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
+    listed = records.listed if isinstance(records, ImageRecords) else None
+    if listed is None or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
         return []
-    return judged(settings, schema, budget, class_units(records))
+    return judged(settings, schema, budget, class_units(schema, listed))
 
 
-def class_units(records: ImageRecords) -> dict[str, int]:
-    """Return how many records (or persons) each class has. No image is decoded. For the owner only."""
-    classes, by_person = records.schema.classes, records.schema.by_person
+def class_units(schema: Schema, listed: Listed) -> dict[str, int]:
+    """Return how many records (or persons) each class has. For the owner only."""
+    classes = schema.classes
     units: Counter[str] = Counter(dict.fromkeys(classes, 0))
     persons: set[tuple[int, bytes]] = set()
-    for some in records.encoded():
-        labels = some.labels.tolist()
-        if by_person:
-            persons |= {(label, person_key(one)) for label, one in zip(labels, some.ids, strict=True)}
+    for labels, ids in listed():
+        if schema.by_person and ids is not None:
+            persons |= {(label, person_key(one)) for label, one in zip(labels.tolist(), ids, strict=True)}
         else:
-            units.update(classes[label] for label in labels)
+            units.update(classes[label] for label in labels.tolist())
     units.update(classes[label] for label, _ in persons)
     return dict(units)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from datalens.data import formats
-from datalens.data.own.reading import Reading
 from datalens.data.schema import Schema
 from datalens.errors import DatalensError
 from datalens.files import write_atomically
@@ -129,7 +128,7 @@ MOST_LOOKED_AT, ACROSS = 20_000, 10  # training records to look at for pictures;
 
 
 def pictures(run: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return training images, if the data are at hand, and synthetic ones, a row a class; nothing for a classifier."""
+    """Return training images, if available, and synthetic ones, a row for each class; nothing for a classifier."""
     release = run / "release"
     if not (release / "samples.png").is_file():
         return []
@@ -145,12 +144,7 @@ def pictures(run: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
 def _training_images(config: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     """Return the first training images of each class as a picture. Private."""
     options, schema = config["options"], Schema.from_dict(config["schema"])
-    records = formats.open_records(
-        options["data"],
-        nominal_size=options["nominal_size"],
-        folder=options.get("data_folder"),
-        reading=Reading.of(options),
-    )
+    records = formats.training_records(options)
     found: dict[str, list[np.ndarray]] = {name: [] for name in shown}
     count = 0
     for block in records.blocks(lambda index, keys: np.zeros(sum(1 for _ in keys), dtype=np.int64)):

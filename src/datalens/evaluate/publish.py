@@ -41,7 +41,7 @@ from datalens.run.reservation import unit_of
 
 FOLDER, ASKED = "publication", "asked.json"
 SEED, BATCH = 0, 256
-USEFUL = 0.05  # half the width of an interval: with more it says little
+USEFUL = 0.05  # the largest useful half-width of an interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ def command(
     Args:
         path: the run folder.
         options: the command, with its options.
-        classifier: who answers.
-        images, epochs: of its training.
+        classifier: the name of the classifier that answers.
+        images, epochs: number of images and epochs of its training.
         plan_only: say which interval to expect, and release nothing.
 
     Raises:
@@ -420,7 +420,7 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
     | the data | answer |
     |---|---|
     | a named data set that the run was trained on | its splits have no record in common |
-    | the training data are at hand, unchanged | images (ids of persons, if from the same column) are compared |
+    | the training data are available, unchanged | images (ids of persons, if from the same column) are compared |
     | anything else | the owner has to say: --overlap none, or some |
 
     Raises:
@@ -438,8 +438,8 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
         if wish.overlap == "none":
             return "none", "word"
         raise DatalensError(
-            "whether any of these records was trained on cannot be found out, since "
-            + ("the training data are not at hand" if same_ids else "--record-id is not that of training")
+            "whether any of these records was trained on is unknown, since "
+            + ("the training data are not available" if same_ids else "--record-id is not that of training")
             + ": say --overlap none, or --overlap some (their two costs are then added up)"
         )
     if common := in_both(held_out, units):
@@ -451,16 +451,10 @@ def find_overlap(run: Run, held_out: Dataset, wish: Wish) -> tuple[publication.O
 
 
 def _training_units(run: Run) -> set[bytes] | None:
-    """Return what tells the training records apart, or None if they are not at hand, or cannot be told to be them."""
+    """Return what identifies the training records, or None if they are not available or have changed."""
     options = run.config["options"]
     try:
-        records = formats.open_records(
-            options["data"],
-            nominal_size=options["nominal_size"],
-            folder=options.get("data_folder"),
-            reading=Reading.of(options),
-        )
-        units, fingerprints = units_of(records)
+        units, fingerprints = units_of(formats.training_records(options))
     except (DatalensError, OSError):
         return None
     known = {f"{fingerprint:064x}" for fingerprint in fingerprints}

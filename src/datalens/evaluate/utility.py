@@ -340,7 +340,7 @@ def check_like(synthetic: SyntheticDataset, name: str, images: NDArray[np.uint8]
             f"the synthetic one uint8 images of shape {list(expected)}: they must match"
         )
     if labels.dtype != np.int64 or labels.shape != images.shape[:1] or not len(labels):
-        raise DatalensError(f"the {name} must have one int64 label for each of at least one image")
+        raise DatalensError(f"the {name} must have at least one image, and an int64 label for each")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise DatalensError(f"the {name} has labels {low} to {high}, but the synthetic one has {classes} classes")

@@ -152,9 +152,9 @@ def prv_error(steps: int, delta: float, rough: float) -> float:
 
 
 def _loudness(mu: float, rate: float) -> float:
-    """Return about what one event adds to mu² of the whole.
+    """Return approximately how much one event adds to the mu² of all.
 
-    Exact for plain Gaussians. For sampled ones it is the central limit, or, where the noise is small, twice their
-    Kullback-Leibler divergence (which is at most q·mu²/2).
+    It is exact for plain Gaussians. For sampled ones it is that of the central limit theorem or, where the noise is
+    small, twice their Kullback-Leibler divergence (which is at most q·mu²/2).
     """
     return mu * mu if rate == 1 else min(rate * mu * mu, rate * rate * math.expm1(min(mu * mu, 100.0)))

@@ -21,7 +21,7 @@ from PIL import Image
 
 from datalens.data.parquet import check_unpacked
 from datalens.data.regular import check_regular
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, one_line
 from datalens.released.synthetic import (
     CERTIFICATE,
     CLASSES,
@@ -36,7 +36,6 @@ from datalens.released.synthetic import (
     check_size,
     image_type,
     kind_of,
-    one_line,
     ticks,
 )
 

@@ -1,4 +1,4 @@
-"""Papers that travel with synthetic images: a dataset card, Croissant metadata, and an entry for a registry.
+"""Documents that are written beside synthetic images: a dataset card, Croissant metadata, and an entry for a registry.
 
 All of them follow from the certificate and from the images, and from nothing else, so `verify --samples` writes them
 again and compares every byte. What only the publisher knows (licence, publisher, date, purpose) is left to them: it is

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, one_line
 from datalens.files import replacing
 from datalens.progress import bar
 from datalens.released import papers
@@ -504,10 +504,6 @@ def kind_of(path: str | os.PathLike[str]) -> str:
             f"{path} ends in {suffix}: use .npz, .parquet, or a folder (a name without a suffix, or ending in /)"
         )
     return suffix
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager

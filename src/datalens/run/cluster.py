@@ -26,7 +26,7 @@ from datalens.bounded.parts import PartSum, join, whole
 from datalens.data import formats
 from datalens.data.parts import Part
 from datalens.data.records import Dataset, draw, those
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, one_line
 from datalens.private.moments import RecordRows, View, stored_type
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows
 from datalens.progress import bar
@@ -47,8 +47,7 @@ INSTALL = "pip install 'datalens[cluster]'"
 class HeldPart:
     """One part of the records. Its rows are in a file of the worker that needs them first.
 
-    Rows never travel: where Dask moves or saves this object, the copy has none, and reads the part again when it is
-    asked.
+    Rows never leave the worker: a copy of this object, which Dask sends or saves, has none and reads the part again.
     """
 
     def __init__(self, part: Part, coordinates: int) -> None:
@@ -143,7 +142,7 @@ def check_options(options: Mapping[str, Any]) -> bool:
                 raise DatalensError(f"--{name} is for a cluster: add --engine dask, or leave it out")
         return False
     if (scheduler is None) == (workers is None):
-        raise DatalensError("--engine dask needs either --scheduler tcp://…, or --workers 4 to use this machine alone")
+        raise DatalensError("--engine dask needs either --scheduler tcp://…, or --workers 4 to use this machine only")
     if options.get("skip_unreadable"):
         raise DatalensError("--skip-unreadable is for one process: leave --engine out, or mend the images first")
     if workers is not None and workers < 1:
@@ -185,7 +184,7 @@ class ClusterRows:
         return self._sum("covariances", view, options)
 
     def _sum(self, kind: str, view: View, options: dict[str, Any]) -> BoundedSum:
-        """Return the sum over all parts, after checking that each is in it once, and that it is as short as it must."""
+        """Return the sum over all parts, after checking that each is in it once, and that it is not too long."""
         of_view = getattr(view, "keywords", {})
         name = getattr(view, "func", view).__name__
         ask = Ask(kind=kind, view=name, of_view=of_view, options=options)
@@ -216,7 +215,7 @@ class ClusterRows:
         try:
             return whole(joined, like=ask.of(self._empty), parts=len(self._parts), records=self.count)
         except ValueError as error:
-            raise DatalensError(f"what the workers have summed is refused, and was not released: {error}") from None
+            raise DatalensError(f"the sum of the workers is wrong, and nothing was released: {error}") from None
 
     def _holders(self) -> dict[str | None, list[int]]:
         """Return the parts whose rows each worker has; None: those that no worker has any more."""
@@ -408,7 +407,7 @@ def connected(options: Mapping[str, Any]) -> Iterator[Any]:
             try:
                 client = distributed.Client(address, timeout=SECONDS_TO_CONNECT)
             except (OSError, ValueError, TypeError, RuntimeError) as error:
-                why = type(error).__name__ if isinstance(error, TimeoutError) else " ".join(str(error).split())[:150]
+                why = type(error).__name__ if isinstance(error, TimeoutError) else one_line(error)[:150]
                 raise DatalensError(
                     f"there is no scheduler at {address} ({why}): start one with `dask scheduler`, and name the "
                     "address that it prints"
@@ -482,7 +481,7 @@ def _itself(ask: Ask) -> Ask:
 
 
 def _no_rows(part: Part, coordinates: int) -> RecordRows:
-    """Return no records, of which sums are like those of the workers."""
+    """Return rows of no records, whose sums have the same shape and bounds as those of the workers."""
     shape = part.schema.shape
     width, cpu = make_basis("opponent", shape, coordinates).size + Texture(shape).size, torch.device("cpu")
     nobody = torch.zeros(0, dtype=torch.int64)

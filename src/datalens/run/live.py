@@ -12,11 +12,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -43,14 +40,7 @@ class View:
         self.count = progress.Count(what, total, private=False)
         self._ledger, self._charges = ledger, -1
         width = max(len(what), len("budget"))
-        self._steps = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._steps = progress.steps_bar(console)
         self._budget = Progress(
             TextColumn("{task.description}"),
             BarColumn(complete_style="yellow", finished_style="yellow"),

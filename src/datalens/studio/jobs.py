@@ -1,7 +1,7 @@
 """Runs that the studio starts: each is a process `datalens …` of its own, and all of its state is in files.
 
-So a studio that is killed loses nothing, and two studios on one folder see the same runs. A file that is locked says
-that a process works on a run: the process holds the lock itself, until it ends, however it ends.
+So a studio that is killed loses nothing, and two studios on one folder see the same runs. While a process works on a
+run, it holds the lock on a file of that run; the lock ends with the process, however that ends.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from datalens.run.folder import read_config
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 LONGEST = 4000  # characters of one answer in a form
 QUICK_SECONDS = 540  # for inspect, plan, verify and sample
-_KEPT = ".studio"  # beside the runs: what was asked, and what was said
+_KEPT = ".studio"  # beside the runs: commands and their output
 
 # Fields of a form → options of the command line that they become.
 READING = ("label", "classes", "image_size", "record_id")
@@ -227,11 +227,11 @@ def _text(value: object) -> str:
     """Return an answer as text.
 
     Raises:
-        DatalensError: it is none that a command line can have.
+        DatalensError: a command line cannot have it.
     """
     text = "" if value is None else str(value) if isinstance(value, str | int | float) else None
     if text is None or len(text) > LONGEST or not text.isprintable():
-        raise DatalensError("an answer is too long, or is no text")
+        raise DatalensError("an answer is too long, or is not text")
     return text
 
 
@@ -249,7 +249,7 @@ def _locked(path: Path, *, tries: int = 1) -> int | None:
 
 
 def _progress(folder: Path) -> dict[str, Any]:
-    """Return the steps and the budget of a run; nothing before it has begun."""
+    """Return the steps and the budget of a run, or an empty dict before it has begun."""
     try:
         config = read_config(folder)
         budget, events = read_ledger(folder / "ledger.jsonl")

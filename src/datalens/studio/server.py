@@ -11,7 +11,6 @@ import hmac
 import importlib.resources
 import io
 import json
-import math
 import secrets
 import socketserver
 import threading
@@ -25,7 +24,8 @@ from typing import Any
 from datalens import pages
 from datalens.data import formats
 from datalens.data.own.reading import Reading
-from datalens.errors import DatalensError
+from datalens.errors import DatalensError, one_line
+from datalens.plans.guidance import belief
 from datalens.released.certificate import PICTURE
 from datalens.released.synthetic import grid
 from datalens.studio.jobs import READING, Studio
@@ -35,7 +35,7 @@ KEY = "X-Datalens-Key"
 MOST_BYTES = 2**16  # of a request: answers in forms; files are read where they are, and never uploaded
 SHOWN = 60  # real images that are shown at once
 SCALE = (0.5, 1.0, 3.0, 10.0)
-SUSPECTED = (1, 10, 50)  # percent
+SUSPECTED = (0.01, 0.1, 0.5)
 WORDS = {0.5: "very strong", 1.0: "strong", 3.0: "moderate", 10.0: "weak"}
 SAFETY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -46,12 +46,6 @@ SAFETY = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-
-
-def belief(before: float, epsilon: float) -> float:
-    """Return the strongest belief that a suspicion can become, both in percent (docs/steward.md)."""
-    odds = before / (100 - before) * math.exp(epsilon)
-    return 100 * odds / (1 + odds)
 
 
 class Server(ThreadingHTTPServer):
@@ -111,7 +105,7 @@ class Refused(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handler of one request."""
 
     server: Server
     server_version, sys_version = "datalens", ""
@@ -141,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             code, (kind, body) = refused.code, _json({"error": str(refused)})
         except (DatalensError, OSError) as error:
-            code, (kind, body) = 400, _json({"error": " ".join(str(error).split())})
+            code, (kind, body) = 400, _json({"error": one_line(error)})
         except Exception as error:  # the page says so, and the studio goes on
             code, (kind, body) = 500, _json({"error": f"the studio failed ({type(error).__name__})"})
         if code != 200:
@@ -162,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         self._check_key()
         asked = dict(urllib.parse.parse_qsl(url.query))
         if url.path not in GET:
-            raise Refused(404, "there is nothing here")
+            raise Refused(404, "there is no such address")
         return GET[url.path](self.server.studio, asked)
 
     def _posted(self) -> tuple[str, bytes]:
@@ -171,20 +165,20 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "only the studio's own page may ask for this")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MOST_BYTES:
-            raise Refused(413, f"a request may have {MOST_BYTES} bytes")
+            raise Refused(413, f"a request may have at most {MOST_BYTES} bytes")
         try:
             asked = json.loads(self.rfile.read(int(length)))
         except ValueError:
             asked = None
         if not isinstance(asked, dict):
-            raise Refused(400, "this is no JSON object")
+            raise Refused(400, "the request is not a JSON object")
         if path == "/api/key":
             return _json({"key": self.server.key_for(asked.get("token"))})
         self._check_key()
         if path == "/api/address":
             return _json({"address": self.server.new_address()})
         if path not in POST:
-            raise Refused(404, "there is nothing here")
+            raise Refused(404, "there is no such address")
         return _json(POST[path](self.server.studio, asked))
 
     def _check_key(self) -> None:
@@ -200,10 +194,8 @@ def _json(fields: Any) -> tuple[str, bytes]:
 
 
 def _page() -> tuple[str, bytes]:
-    beliefs = [
-        {"epsilon": epsilon, "word": WORDS[epsilon], "after": [(p, f"{belief(p, epsilon):.1f}") for p in SUSPECTED]}
-        for epsilon in SCALE
-    ]
+    after = {one: [(f"{100 * p:g}", f"{100 * belief(p, one):.1f}") for p in SUSPECTED] for one in SCALE}
+    beliefs = [{"epsilon": one, "word": WORDS[one], "after": after[one]} for one in SCALE]
     text = (importlib.resources.files("datalens.studio") / "templates/studio.html").read_text(encoding="utf-8")
     return "text/html; charset=utf-8", pages.render_text(text, scale=beliefs)
 
@@ -275,10 +267,10 @@ def open_studio(data: Path, out: Path, *, port: int) -> Server:
     """Return a server for these folders, which does not answer yet.
 
     Raises:
-        DatalensError: the data is no folder, or the port is taken.
+        DatalensError: the data is not a folder, or the port is taken.
     """
     if not data.is_dir():
-        raise DatalensError(f"{data} is no folder: name the one in which your images are")
+        raise DatalensError(f"{data} is not a folder: name the one that has your images")
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         return Server(Studio(data=data, out=out.resolve()), port=port)

@@ -85,15 +85,17 @@ def image_folder(path: Path, split: str, reading: Reading) -> Found:
             f"{root / misplaced} is none of the classes {', '.join(classes)[:200]}: move it, or add it to --classes"
         )
     by_patient = says_whose(reading, dicom=dicom, where=root)
+    listed = Files(
+        paths=[os.path.join(root, name) for name in files],
+        labels=np.array([number[name] for name in names], dtype=np.int64),
+        ids=None if by_patient else [_identity(name, reading.record_id) for name in files],
+    )
     return Found(
         path=path,
         classes=classes,
         classes_from=origin,
-        encoded=Files(
-            paths=[os.path.join(root, name) for name in files],
-            labels=np.array([number[name] for name in names], dtype=np.int64),
-            ids=None if by_patient else [_identity(name, reading.record_id) for name in files],
-        ).encoded,
+        encoded=listed.encoded,
+        listed=listed.listed,
         looked_at="the names of all files" + (", and the first bytes of each" if dicom else ""),
         count=len(files),
         dicom=dicom,

@@ -22,7 +22,7 @@ from datalens.data.own.arrays import check_images, check_label_shape, check_labe
 from datalens.data.own.reading import Reading, check_classes
 from datalens.data.records import Dataset, OnDisk
 from datalens.data.regular import check_regular
-from datalens.errors import DatalensError, NoTestImages
+from datalens.errors import DatalensError, NoTestImages, one_line
 
 MAGIC = b"\x93NUMPY"  # how a file with a single array (.npy) begins
 
@@ -96,7 +96,7 @@ def _damage_explained(path: Path) -> Iterator[None]:
     except DatalensError:
         raise
     except Exception as error:  # zipfile, zlib and numpy each have their own kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise DatalensError(f"{path} is not a readable .npz file ({reason})") from None
 
 

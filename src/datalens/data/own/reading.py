@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from datalens.data.dicom import DICOM, Patients
-from datalens.data.images import Encoded, ImageRecords, readable
+from datalens.data.images import Encoded, ImageRecords, Listed, readable
 from datalens.data.pixels import kind_of, to_pixels
 from datalens.data.records import block_records
 from datalens.data.regular import read_regular
@@ -133,6 +133,7 @@ class Found:
     Attributes:
         classes_from: what the classes were read off; "" where they were declared.
         encoded: yields the images, still encoded, so many at a time.
+        listed: yields labels and ids of all images, and reads none of them; None: it would take too long.
         looked_at: what was read to make this, in words.
         dicom: whether these are DICOM files.
         count: number of images; None where it is known only after reading them. Private.
@@ -145,6 +146,7 @@ class Found:
     classes_from: str
     encoded: Callable[[int], Iterator[Encoded]]
     looked_at: str
+    listed: Listed | None = None
     count: int | None = None
     fixed_positions: bool = False
     dicom: bool = False
@@ -159,6 +161,10 @@ class Files:
     paths: list[str]
     labels: np.ndarray
     ids: list[str] | None  # of records, or of persons; None: each file says whose it is (DICOM)
+
+    def listed(self) -> Iterator[tuple[np.ndarray, list[Any] | None]]:
+        """Yield all labels, and the ids. Of DICOM files, the patient ids are read."""
+        yield self.labels, list(map(Patients(), self.paths)) if self.ids is None else self.ids
 
     def encoded(self, size: int) -> Iterator[Encoded]:
         patients = Patients()
@@ -238,6 +244,7 @@ def records_of(found: Found, reading: Reading, *, nominal_size: int, public: Sch
         encoded=encoded,
         decoder=decoder,
         looked_at=looked_at,
+        listed=found.listed,
         fixed_positions=found.fixed_positions,
         record_id=found.record_id,
         skipped=skipped,

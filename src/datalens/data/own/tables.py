@@ -4,7 +4,9 @@ import csv
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,7 @@ from datalens.data.own.reading import (
     numbered,
     says_whose,
 )
-from datalens.data.parquet import encoded_rows, is_one_table
+from datalens.data.parquet import encoded_rows, is_one_table, listed_rows
 from datalens.data.regular import check_regular
 from datalens.data.remote import Remote, source
 from datalens.errors import DatalensError, NoTestImages
@@ -67,6 +69,7 @@ def csv_list(path: Path, split: str, reading: Reading) -> Found:
         classes=classes,
         classes_from=origin,
         encoded=listed.encoded,
+        listed=listed.listed,
         looked_at=f"all lines of {path.name}" + (", and the first bytes of each file" if dicom else ""),
         count=len(files),
         fixed_positions=True,
@@ -175,7 +178,9 @@ def parquet_list(
             raise DatalensError(f"{path}: {_origin(label)} has a value that is none of the {len(classes)} classes")
         return np.array(result, dtype=np.int64)
 
-    stream = encoded_rows(files, columns=columns, label=labels, record_id=record_id)  # checks the files' columns
+    wanted: dict[str, Any] = {"columns": columns, "label": labels, "record_id": record_id}
+    stream = encoded_rows(files, **wanted)  # checks the files' columns
+    here = [file for file in files if isinstance(file, Path)]
     looked_at = "the names and types of the columns"
     if label:
         given = _class_names(schema, label[0]) if reading.classes is None and len(label) == 1 else None
@@ -199,6 +204,7 @@ def parquet_list(
         classes=classes,
         classes_from=origin,
         encoded=stream,
+        listed=partial(listed_rows, here, **wanted) if len(here) == len(files) else None,
         looked_at=looked_at,
         fixed_positions=is_one_table(files),
     )
