@@ -637,7 +637,7 @@ def _copy(network: Network, kind: torch.dtype) -> Network:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RefinedRecords:
-    """What both stages need of the records; private.
+    """The part of the records that both stages need; private.
 
     Attributes:
         rows: for the moments.

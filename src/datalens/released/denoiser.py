@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def facts(self) -> int:
-        """How many numbers the network is told about an image (`facts_of`)."""
+        """Number of values that the network is told about an image (`facts_of`)."""
         return self.classes + 2 * TONES
 
     @property

@@ -23,10 +23,10 @@ def park(run: Run, left: int, *, part: str = "") -> None:
 
 
 def unpark(run: Run, *, part: str = "") -> int:
-    """Return how many charged steps are left, after durably deleting the file: no crash may let them count twice.
+    """Return how many charged steps were not yet taken, by the file of parked steps, which is deleted first.
 
-    A file that was written before other charges (a copy that was put back, say) pays for nothing, and neither does one
-    that counts more steps than are charged and not yet learned from.
+    So no crash lets them count twice. A file that is older than the last charge (a copy that was put back) counts as
+    none, and so does one with more steps than were charged and not yet learned from.
     """
     path = run.path / PARKED
     if not path.exists():
