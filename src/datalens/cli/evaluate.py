@@ -1,10 +1,11 @@
 """`datalens evaluate`: measure how useful, how varied and how faithful synthetic images are."""
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -97,16 +98,14 @@ class Evaluate:
     json: Json = False
 
     def __call__(self) -> int:
-        from datalens.run.cluster import if_asked
-
         if self.publish:
             self._refuse(MEASURING, "{} is not for --publish, which measures nothing else: leave it out")
             if self.cluster != ClusterOptions():
                 raise DatalensError("--publish reads the held-out records in this process: leave --engine out")
             return self._publish()
         self._refuse(PUBLISHING, "{} belongs to --publish: add that, or leave {} out")
-        with if_asked(vars(self.cluster)) as client:
-            return self._measure(client)
+        with contextlib.ExitStack() as closing:
+            return self._measure(closing)
 
     def _refuse(self, options: tuple[str, ...], words: str) -> None:
         """Raise if one of these options was given: it would be ignored."""
@@ -128,7 +127,7 @@ class Evaluate:
         show(fields, lines, json=self.json)
         return 0
 
-    def _measure(self, client: Any) -> int:
+    def _measure(self, closing: contextlib.ExitStack) -> int:
         from datalens.data.own.reading import Reading
         from datalens.driver import choose_device
         from datalens.evaluate import dpimagebench, look, measures
@@ -152,7 +151,7 @@ class Evaluate:
             folder=asked.data_folder,
             reading=Reading.of(asked.files),
             run=asked.synthetic,
-            client=client,
+            client=closing.enter_context(look.if_asked(vars(asked.cluster))),
         )
         if asked.protocol == "dpimagebench":
             if training is None:

@@ -30,11 +30,10 @@ class Inspect:
     def __call__(self) -> int:
         from datalens.data.own.reading import Reading
         from datalens.evaluate import inspection
-        from datalens.run.cluster import if_asked
 
         if self.most is not None and self.most < 1:
             raise DatalensError(f"--most must be at least 1, not {self.most}")
-        with if_asked(vars(self.cluster)) as client:
+        with inspection.if_asked(vars(self.cluster)) as client:
             found = inspection.inspect(
                 self.path,
                 Reading.of(self.files),

@@ -34,6 +34,7 @@ from datalens.plans.registry import make_plan
 from datalens.privacy.ledger import Budget
 from datalens.progress import bar
 from datalens.run import cluster
+from datalens.run.cluster import if_asked as if_asked
 
 OWNER_ONLY = "for the owner only: these are exact figures about the data, not covered by any ε; do not pass them on"
 TINY = 20  # with fewer records, nothing can be learned about a class (see released.moments)

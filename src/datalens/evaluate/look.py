@@ -15,6 +15,7 @@ from datalens.evaluate import measures
 from datalens.evaluate.utility import step_seconds, training_seconds
 from datalens.progress import LONG, counted, duration, say
 from datalens.run import cluster
+from datalens.run.cluster import if_asked as if_asked
 from datalens.run.folder import read_config
 
 # What --quick sets, and the most test images that it uses: under 30 s on two cores for images of 64x64.
