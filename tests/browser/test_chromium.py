@@ -19,9 +19,13 @@ PAGES = ("report", "owner", "compare", "classifier", "seeded")
 PHONE, DESK = {"width": 375, "height": 812}, {"width": 1200, "height": 900}
 
 
+def chromium() -> str | None:
+    return os.environ.get("DATALENS_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    found = os.environ.get("DATALENS_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    found = chromium()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -98,13 +102,26 @@ def test_a_page_that_is_too_wide_would_be_found(browser: Any, tmp_path: Path) ->
     page.close()
 
 
-COLOURS = """() => [...document.querySelectorAll('h1, h2, h3, p, li, dt, dd, td, th, a, summary, pre, caption, text')]
-  .filter(e => e.getClientRects().length && e.textContent.trim()).map(e => {
-    let ground = e;
-    while (ground && getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)') ground = ground.parentElement;
-    const style = getComputedStyle(e);
-    return [e.namespaceURI.endsWith('svg') ? style.fill : style.color, getComputedStyle(ground).backgroundColor];
-  })"""
+# The colour of each text and of what is behind it, where transparent colours are mixed as the browser mixes them.
+COLOURS = """() => {
+  const parts = (colour) => {
+    const numbers = colour.match(/[\\d.]+(e-?\\d+)?/g).map(Number);
+    const scale = colour.startsWith('color(') ? 255 : 1;
+    return [...numbers.slice(0, 3).map(one => one * scale), numbers.length > 3 ? numbers[3] : 1];
+  };
+  const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3]));
+  const ground = (e) => {
+    const own = e ? parts(getComputedStyle(e).backgroundColor) : [255, 255, 255, 1];
+    return own[3] === 1 ? own.slice(0, 3) : over(own, ground(e.parentElement));
+  };
+  const said = (colour) => `rgb(${colour.map(Math.round).join(', ')})`;
+  return [...document.querySelectorAll('h1, h2, h3, p, li, dt, dd, td, th, a, summary, pre, caption, text')]
+    .filter(e => e.getClientRects().length && e.textContent.trim()).map(e => {
+      const style = getComputedStyle(e), behind = ground(e);
+      const colour = parts(e.namespaceURI.endsWith('svg') ? style.fill : style.color);
+      return [said(over(colour, behind)), said(behind)];
+    });
+}"""
 
 
 @pytest.mark.parametrize("name", PAGES)

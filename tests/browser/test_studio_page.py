@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from datalens.data.studies import draw_studies
 from datalens.studio.server import KEY
-from tests.browser.test_chromium import COLOURS, _hex, browser  # noqa: F401 (a fixture)
+from tests.browser.test_chromium import COLOURS, _hex, browser, chromium  # noqa: F401 (a fixture)
 from tests.e2e.conftest import call
 from tests.unit.html_rules import contrast
 
@@ -109,12 +111,21 @@ def test_from_a_folder_of_dicom_files_to_a_release_that_verifies(
     page.get_by_label("Size of images").fill("16")
     page.get_by_label("Convert to grey").check()
     page.get_by_label("About how many").fill("50")
+    assert page.locator(".choice img").count() == 8
+    assert page.evaluate("[...document.querySelectorAll('.known img')].every(i => i.naturalWidth === 280)")
+    page.get_by_text("Make a budget").click()
+    page.get_by_label("Largest ε of all runs").fill("20")
+    page.get_by_role("button", name="Make the budget").click()
+    page.locator("#budget-list").get_by_text("reserved by 0 runs").wait_for(timeout=LATER)
     page.get_by_label("ε = 10").check()
     page.get_by_role("button", name="What to expect").click()
     page.locator("#planned-lines").get_by_text("Budget: ε = 10 (δ = 0.00001, add-remove, exact accountant)").wait_for(
         timeout=LATER
     )
-    assert "datalens plan --data=" in (page.locator("#command-plan").text_content() or "")
+    page.locator("#expect").get_by_text("--budget=").wait_for()
+    for section, verb in (("#choose", "inspect"), ("#look", "inspect"), ("#declare", "plan"), ("#protect", "plan")):
+        assert f"datalens {verb} " in (page.locator(f"{section} .command pre").text_content() or "")
+    typed = page.locator('[data-command="train"]').text_content() or ""
     page.get_by_role("button", name="Start").click()
     page.locator('[data-run="first"]').wait_for()
 
@@ -125,7 +136,10 @@ def test_from_a_folder_of_dicom_files_to_a_release_that_verifies(
     page, said, more = opened(browser, studio[-1].address(), viewport=DESK)
     run = page.locator('[data-run="first"]')
     run.get_by_text("done", exact=True).wait_for(timeout=LATER)
-    assert run.locator("progress.steps").get_attribute("value") == run.locator("progress.steps").get_attribute("max")
+    done = run.locator("progress.steps-done")
+    assert done.get_attribute("value") == done.get_attribute("max")
+    assert typed in (run.locator(".command pre").text_content() or "")
+    page.locator("#budget-list").get_by_text("reserved by 1 run").wait_for(timeout=LATER)
     run.get_by_role("img", name="this is what a recipient sees").wait_for()
     run.get_by_role("button", name="Show real images beside").click()
     run.get_by_role("img", name="for you alone").wait_for(timeout=LATER)
@@ -140,6 +154,25 @@ def test_from_a_folder_of_dicom_files_to_a_release_that_verifies(
     with zipfile.ZipFile(tmp_path / "release.zip") as archive:
         archive.extractall(tmp_path)
     assert call("verify", tmp_path / "release", "--json").succeeded().json["unit"].startswith("one person")
+
+    with page.context.expect_page() as new:
+        run.get_by_role("button", name="See what a recipient reads").click()
+    assert "ε = 10" in new.value.locator("main").inner_text(timeout=LATER)
+    assert new.value.evaluate("document.images.length") > 0
+    new.value.close()
+
+    run.get_by_label("Images to hand on").fill("30")
+    run.get_by_role("button", name="Draw", exact=True).click()
+    download = run.get_by_role("button", name="Download 30 images and their papers")
+    download.wait_for(timeout=LATER)
+    with page.expect_download(timeout=LATER) as got:
+        download.click()
+    got.value.save_as(tmp_path / "images.zip")
+    with zipfile.ZipFile(tmp_path / "images.zip") as archive:
+        archive.extractall(tmp_path)
+    samples = tmp_path / "first-images"
+    assert {"README.md", "croissant.json", "deployment.yaml"} <= {path.name for path in samples.iterdir()}
+    assert call("verify", tmp_path / "release", "--samples", samples, "--json").succeeded().json["ok"]
     _shot(page, "run")
     assert (said, asked, more) == ([], [], [])
     page.context.close()
@@ -180,8 +213,78 @@ def test_it_is_used_by_the_keyboard_alone(browser: Any, studio: list[Started]) -
             "(e => getComputedStyle(e.closest('.choice') || e).outlineStyle !== 'none')(document.activeElement)"
         )
         assert outlined, seen[-1]
-    assert {"chest/", "choose-this", "label", "nominal_size", "delta", "name", "Start"} <= set(seen)
+    assert {"chest/", "choose-this", "label", "nominal_size", "delta", "budget", "name", "Start"} <= set(seen)
+    page.get_by_role("button", name="chest/").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="findings.csv").wait_for()
+    page.get_by_role("button", name="findings.csv").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#chosen").inner_text() == "chest/findings.csv"
+    assert page.evaluate("document.activeElement.id") == "look-title"  # read out next
+    page.get_by_label("ε = 1 strong").focus()
+    page.keyboard.press("ArrowDown")
+    assert page.get_by_label("ε = 3").is_checked()
     page.context.close()
+
+
+def test_two_tabs_begin_one_run(browser: Any, studio: list[Started]) -> None:  # noqa: F811
+    tabs = [opened(browser, studio[-1].address(), viewport=DESK)[0] for _ in range(2)]
+    for tab in tabs:
+        tab.get_by_role("button", name="Choose this folder").click()
+        tab.get_by_label("About how many").fill("50")
+        tab.get_by_label("Name of the run").fill("both")
+    for tab in tabs:
+        tab.get_by_role("button", name="Start").click()
+    tabs[1].get_by_role("alert").get_by_text("there is a run both already").wait_for()
+    for tab in tabs:
+        tab.locator('[data-run="both"]').wait_for()
+        assert tab.locator('[data-run="both"]').count() == 1
+        tab.context.close()
+
+
+class Cached(BaseHTTPRequestHandler):
+    """A server that allows caching, which the studio does not."""
+
+    def do_GET(self) -> None:
+        content = TRACE * 500
+        self.send_response(200)
+        headers = {"Content-Type": "text/plain", "Cache-Control": "max-age=3600"}
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+TRACE = bytes(range(33, 127))
+
+
+def test_the_browser_keeps_no_real_image(browser: Any, studio: list[Started], tmp_path: Path) -> None:  # noqa: F811
+    with HTTPServer(("127.0.0.1", 0), Cached) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        context = browser.browser_type.launch_persistent_context(
+            str(tmp_path / "profile"), executable_path=chromium(), args=["--no-sandbox"]
+        )
+        page, seen = context.new_page(), []
+        page.on("request", lambda request: seen.append(request.url) if "/api/real" in request.url else None)
+        page.goto(f"http://127.0.0.1:{other.server_address[1]}/")  # the control: what may be kept is found
+        page.goto(studio[-1].address())
+        page.get_by_role("button", name="chest/").click()
+        page.get_by_role("button", name="findings.csv").click()
+        page.get_by_label("Column with the labels").fill("finding")
+        page.get_by_role("button", name="Look", exact=True).click()
+        page.get_by_role("button", name="Show some of the images").click(timeout=LATER)
+        page.locator("#real-figure").wait_for(timeout=LATER)
+        context.close()
+        other.shutdown()
+    with urllib.request.urlopen(urllib.request.Request(seen[0], headers={KEY: studio[-1].key}), timeout=60) as answer:
+        image = answer.read()
+    kept = [path.read_bytes() for path in (tmp_path / "profile").rglob("*") if path.is_file()]
+    assert image.startswith(b"\x89PNG") and len(image) > 1000
+    assert any(TRACE in content for content in kept)
+    assert not [content for content in kept if image[100:140] in content]
 
 
 @pytest.mark.parametrize("token", ["", "#" + "x" * 43])

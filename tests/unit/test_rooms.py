@@ -180,6 +180,7 @@ LATE = {
     "methods/": (13, "sgd's command line is built without torch and opacus, which its optimizer needs"),
     "driver.py": (5, "several ranks, and a release, where there are any"),
     "job.py": (2, "the same"),
+    "run/folder.py": (1, "a run is read without torch, and its first images are drawn with it"),
     "reproduce/": (52, "its tables are run one at a time"),
 }
 # Slow to load, or not there everywhere: wherever start-up or an extra needs it.

@@ -637,6 +637,7 @@ def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings,
         start = released.make_start(schema.shape, means, covariances)
         if not further:
             return released.without_texture(start, present, counts)
+        run.preview(released.without_texture(start, present, counts))
 
         try:
             return _with_texture(start, records, s, schema, ask, present=present, counts=counts)

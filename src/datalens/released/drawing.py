@@ -15,10 +15,10 @@ from datalens.released.synthetic import grid
 from datalens.released.weights import AnyGenerator
 
 
-def draw_picture(generator: AnyGenerator, schema: Schema) -> Image.Image:
-    """Draw `samples.png`: ten images of each of the first ten classes, from seed 0."""
+def draw_picture(generator: AnyGenerator, schema: Schema, *, shown: bool = True) -> Image.Image:
+    """Draw `samples.png`: ten images of each of the first ten classes, from seed 0. `shown`: with a progress bar."""
     rows = min(10, len(schema.classes))
-    return grid(*draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True), per_class=10)
+    return grid(*draw(generator, count=10 * rows, seed=0, classes=rows, balanced=True, shown=shown), per_class=10)
 
 
 def draw(
@@ -29,6 +29,7 @@ def draw(
     classes: int,
     balanced: bool = False,
     among: list[int] | None = None,
+    shown: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw images and labels; the same arguments give the same images on the same kind of device.
 
@@ -39,6 +40,7 @@ def draw(
         classes: draw from the first so many classes.
         balanced: draw equally often from each class; otherwise in proportion to the released counts, if there are any.
         among: draw from these classes only.
+        shown: show a progress bar.
 
     Returns:
         uint8 images [n, h, w, c] and labels [n]. Classes that the release has no data about are left out.
@@ -57,7 +59,7 @@ def draw(
     if count >= TIMED_FROM:
         _say_how_long(generator, labels)
     parts = []
-    with torch.no_grad(), bar("sampling", count) as (progress, task):
+    with torch.no_grad(), bar("sampling", count, shown=shown) as (progress, task):
         for part in labels.split(1000):
             images = generator.images(part, random).cpu()  # [n, c, h, w]
             parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))

@@ -10,6 +10,7 @@ checkpoints/     teachers, a file for each rank; and `latest`: the student, the 
 journal/         released values since the last checkpoint
 publication/     of a published accuracy: its ledger and journal; beside it publication.json, with its table
 tensorboard/     for the owner: logs for TensorBoard, on request
+preview.png      images of what has been released so far, until the run is done
 owner.html       for the owner: written by `datalens report`
 release/         generator, certificate, a copy of the ledger, a picture, a report
 """
@@ -22,6 +23,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -40,6 +42,8 @@ from datalens.run.wholeness import check_kept, check_promised, check_whole, used
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from datalens.released.weights import AnyGenerator
 
 CHECKPOINT_SECONDS = 20.0
 # Larger states are not written if the method keeps a journal: replaying the journal is cheaper than writing.
@@ -317,14 +321,30 @@ class Run:
         """Write logged values for TensorBoard, too, from now on."""
         self._board = Board(self.path)
 
+    def preview(self, generator: "AnyGenerator") -> None:
+        """Draw what has been released so far, for whoever watches the run. A full disk does not stop the run here."""
+        from datalens.released.drawing import draw_picture
+
+        picture = BytesIO()
+        draw_picture(generator, self.schema, shown=False).save(picture, "PNG")
+        with contextlib.suppress(OSError):
+            write_atomically(self.path / PREVIEW, picture.getvalue(), private=True)
+
     def show_release(self, release: Path) -> None:
+        (self.path / PREVIEW).unlink(missing_ok=True)
         if self._board is not None and (release / "samples.png").is_file():
             self._board.file(self.completed, release / "samples.png")
 
     def _draw(self, step: int, count: int, student: Stateful) -> None:
         generator: Any = getattr(student, "generator", getattr(student, "module", None))
-        if self._board is not None and hasattr(generator, "architecture") and is_due(step, count):
+        if not hasattr(generator, "architecture") or not is_due(step, count):
+            return
+        if self._board is not None:
             self._board.generator(step, generator)
+        if step < count:
+            training = generator.training
+            self.preview(generator.eval())
+            generator.train(training)
 
     def _checkpoint(self, step: int, student: Stateful, teachers: Spread, part: str) -> None:
         """Write a checkpoint: first every rank's teachers; then one file with the student, the step and their names.
@@ -380,6 +400,7 @@ class Run:
 
 
 LATEST = "latest.safetensors"
+PREVIEW = "preview.png"
 
 
 def part_name(step: int, numbers: range) -> str:

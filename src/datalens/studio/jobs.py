@@ -6,6 +6,7 @@ run, it holds the lock on a file of that run; the lock ends with the process, ho
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
@@ -18,16 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datalens.data.own.tables import PATHS, read_csv
 from datalens.errors import DatalensError
 from datalens.files import replacing
 from datalens.plans.registry import read_settings
-from datalens.privacy.ledger import json_number, read_ledger
-from datalens.run.folder import read_config
+from datalens.privacy.budget import DataBudget
+from datalens.privacy.ledger import Budget, json_number, read_ledger
+from datalens.released.certificate import PICTURE
+from datalens.run.folder import PREVIEW, read_config
+from datalens.run.reservation import describe
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 LONGEST = 4000  # characters of one answer in a form
-QUICK_SECONDS = 540  # for inspect, plan, verify and sample
-_KEPT = ".studio"  # beside the runs: commands and their output
+QUICK_SECONDS = 540  # for inspect, plan and verify
+MOST_IMAGES = 20_000  # drawn to be downloaded: a page holds them all
+BUDGETS, IMAGES = "budgets", "images"  # folders beside the runs
+_KEPT = ".studio"  # another: commands and their output
+_DATA = (".csv", ".parquet", ".npz", "-ubyte")
+_MOST_ENTRIES = 500
 
 # Fields of a form → options of the command line that they become.
 READING = ("label", "classes", "image_size", "record_id")
@@ -55,44 +64,98 @@ class Studio:
             raise DatalensError("there is no such file or folder any more: choose again")
         return path
 
-    def entries(self, name: str) -> list[dict[str, Any]]:
-        """Return the folders and files of data in a folder."""
+    def entries(self, name: str) -> dict[str, Any]:
+        """Return the folders and files of data in a folder, and how many of them are not listed."""
         folder = self.inside(name)
-        found = []
+        found, others = [], 0
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 is_folder = entry.is_dir(follow_symlinks=False)
-                is_data = entry.name.endswith((".csv", ".parquet", ".npz", "-ubyte"))
+                is_data = entry.name.endswith(_DATA)
                 if not entry.name.startswith(".") and (is_folder or is_data):
                     path = Path(entry.path).relative_to(self.data.resolve()).as_posix()
                     found.append({"name": entry.name, "path": path, "folder": is_folder})
-        return sorted(found, key=lambda entry: bool(entry["folder"]))[:500]  # files first
+                else:
+                    others += 1
+        found.sort(key=lambda entry: bool(entry["folder"]))  # files first
+        return {
+            "entries": found[:_MOST_ENTRIES],
+            "more": max(0, len(found) - _MOST_ENTRIES),
+            "others": others,
+        }
 
     # --- commands ---------------------------------------------------------------------------------
 
+    def reading(self, asked: dict[str, Any]) -> dict[str, str]:
+        """Return how the data is read, from the answers in a form; a file of classes is named by its full path.
+
+        Raises:
+            DatalensError: the data, or a file that it names, is outside the folder of the studio.
+        """
+        data = self.inside(_text(asked.get("data")))
+        self._check_confined(data)
+        given = {name: _text(asked.get(name)).strip() for name in READING}
+        if "," not in given["classes"] and given["classes"]:
+            named = self.data.resolve() / given["classes"]
+            if named.is_file() or os.path.isfile(given["classes"]):
+                given["classes"] = str(self.inside(given["classes"]))
+        return {"data": str(data), **{name: value for name, value in given.items() if value}}
+
+    def _check_confined(self, data: Path) -> None:
+        """Raise if a list names, or a link is, a file outside the folder of the studio."""
+        root = self.data.resolve()
+        if data.suffix == ".csv":
+            columns, rows = read_csv(data)
+            column = next((name for name in PATHS if name in columns), None)
+            names = [] if column is None else [row[column] for row in rows]
+            paths = (os.path.join(data.parent, name) for name in names)
+        else:
+            folder = data if data.is_dir() else data.parent
+            paths = (entry.path for entry in os.scandir(folder) if entry.is_symlink() and entry.name.endswith(_DATA))
+        inside = os.path.join(root, "")
+        if any("\0" not in path and not os.path.realpath(path).startswith(inside) for path in paths):
+            raise DatalensError(
+                f"{data.name} leads to files outside the folder that the studio was started with: start it with a "
+                "folder that holds them all"
+            )
+
     def words(self, verb: str, asked: dict[str, Any], *more: str) -> list[str]:
         """Return a command line that reads data, from the answers in a form."""
-        path = str(self.inside(_text(asked.get("data"))))
-        given = [path] if verb == "inspect" else [f"--data={path}"]
-        names = READING if verb in ("inspect", "evaluate") else (*READING, *PUBLIC)
-        for name in names:
-            value = _text(asked.get(name)).strip()
-            if value:
-                given.append(f"--{name.replace('_', '-')}={value}")
+        given = self.reading(asked)
+        path = given.pop("data")
+        words = [verb, *more, path if verb == "inspect" else f"--data={path}"]
+        if verb not in ("inspect", "evaluate"):
+            given |= {name: value for name in PUBLIC if (value := _text(asked.get(name)).strip())}
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         if asked.get("grayscale") is True:
-            given.append("--grayscale")
-        return [verb, *more, *given, "--json"]
+            words.append("--grayscale")
+        if verb == "train" and _text(asked.get("budget")):
+            words.append(f"--budget={self.budget_folder(asked['budget'])}")
+        return [*words, "--json"]
+
+    def commands(self, asked: dict[str, Any]) -> dict[str, str]:
+        """Return the commands that the answers in a form amount to, as a person would type them; nothing is run."""
+        name = _text(asked.get("name"))
+        out = [f"--out={self.run_folder(name)}"] if NAME.fullmatch(name) else []
+        return {
+            "inspect": shown(self.words("inspect", asked)),
+            "plan": shown(self.words("plan", asked)),
+            "train": shown(self.words("train", asked, *out)),
+        }
 
     def ask(self, words: list[str]) -> dict[str, Any]:
         """Run a command that is soon done, and return what it says, with the command itself."""
-        done = subprocess.run(
-            _command(words),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=QUICK_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        try:
+            done = subprocess.run(
+                _command(words),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=QUICK_SECONDS,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired:
+            raise DatalensError(f"no answer in {QUICK_SECONDS} seconds: run it in a shell: {shown(words)}") from None
         last = done.stdout.splitlines()[-1:]
         with contextlib.suppress(ValueError):
             said = json.loads(last[0]) if last else {}
@@ -105,6 +168,8 @@ class Studio:
     def run_folder(self, name: str) -> Path:
         if not NAME.fullmatch(_text(name)):
             raise DatalensError("a run is named by letters, digits, - and _, and begins with a letter or a digit")
+        if name in (BUDGETS, IMAGES):
+            raise DatalensError(f"{name} is a folder of the studio: choose another name")
         return self.out / name
 
     def start(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +195,8 @@ class Studio:
         """Ask a run to stop after its step, as Ctrl-C does. What was paid for is kept."""
         kept = self._read(name)
         if self.working(name):
+            if kept["pid"] is None:
+                raise DatalensError(f"the studio was killed while it began {name}: end its process in a shell")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(kept["pid"], signal.SIGINT)
         return self.status(name)
@@ -141,10 +208,62 @@ class Studio:
         self._begin(name, [*words, "--seeds=1"], kept["asked"], doing="evaluate")
         return self.status(name)
 
+    def sample(self, name: str, count: object) -> dict[str, Any]:
+        """Draw images to hand on, with their papers.
+
+        Raises:
+            DatalensError: they are too many for a page.
+        """
+        kept, many = self._read(name), _text(count).strip()
+        if not many.isdecimal() or not 1 <= int(many[:9]) <= MOST_IMAGES:
+            raise DatalensError(f"draw 1 to {MOST_IMAGES} images here; more with `datalens sample` in a shell")
+        self._begin(name, self._drawing(name, int(many)), kept["asked"], doing="sample")
+        return self.status(name)
+
+    def images(self, name: str) -> Path:
+        """Return the folder of the images that were drawn to hand on."""
+        return self.out / IMAGES / self.run_folder(name).name
+
+    def _drawing(self, name: str, count: int) -> list[str]:
+        run, folder = self.run_folder(name), self.images(name)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return ["sample", str(run), f"--count={count}", f"--out={folder}/", "--force", "--json"]
+
+    # --- budgets ----------------------------------------------------------------------------------
+
+    def budget_folder(self, name: object) -> Path:
+        """Return the folder of a budget that several runs share."""
+        if not NAME.fullmatch(_text(name)):
+            raise DatalensError("a budget is named by letters, digits, - and _, and begins with a letter or a digit")
+        return self.out / BUDGETS / str(name)
+
+    def make_budget(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Make a budget, whose limit nobody can change later."""
+        folder = self.budget_folder(asked.get("name"))
+        limit = [f"--{name}={_text(asked.get(name)).strip()}" for name in ("epsilon", "delta")]
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self.ask(["budget", str(folder), *limit, "--json"])
+
+    def budgets(self) -> list[dict[str, Any]]:
+        """Return every budget, what is reserved in it, and what is left."""
+        found = []
+        for folder in sorted(path for path in (self.out / BUDGETS).glob("*") if NAME.fullmatch(path.name)):
+            try:
+                with DataBudget.open(folder) as budget:
+                    fields, lines = describe(budget)
+                fields |= {"lines": lines[:3], "runs": len(fields["runs"])}
+            except (DatalensError, OSError) as error:
+                fields = {"lines": [f"cannot be read: {error}"], "runs": 0}
+            found.append({"name": folder.name, "command": shown(["budget", str(folder)]), **fields})
+        return found
+
+    # --- what a run is at -------------------------------------------------------------------------
+
     def names(self) -> list[str]:
         """Return the names of all runs, the newest first."""
-        kept = (self.out / _KEPT).glob("*.json") if (self.out / _KEPT).is_dir() else iter(())
-        return [path.stem for path in sorted(kept, key=lambda path: (-path.stat().st_mtime, path.stem))]
+        kept = [path for path in (self.out / _KEPT).glob("*.json") if NAME.fullmatch(path.stem)]
+        began = {path.stem: float(_json_of(path).get("first", 0)) for path in kept}
+        return sorted(began, key=lambda name: (-began[name], name))
 
     def working(self, name: str) -> bool:
         """Return whether a process works on this run."""
@@ -162,7 +281,7 @@ class Studio:
         released = (folder / "release" / "certificate.json").is_file()
         if working:
             state = "working"
-        elif released and (kept["doing"] == "evaluate" or not (said.get("interrupted") or "error" in said)):
+        elif released and (kept["doing"] != "train" or not (said.get("interrupted") or "error" in said)):
             state = "done"
         else:
             state = "stopped" if (folder / "config.json").is_file() else "failed"
@@ -170,25 +289,42 @@ class Studio:
         if not working and "error" in said:
             error = str(said["error"])
         evaluation = _json_of(folder / "evaluation.json").get("utility", {}) if released else {}
+        picture = folder / "release" / PICTURE if released else folder / PREVIEW
+        images = self.images(name)
         return {
             "name": name,
             "state": state,
             "doing": kept["doing"],
             "released": released,
             "error": error,
-            "command": shown(kept["words"]),
+            "command": shown(kept["words"] if working else kept.get("train", kept["words"])),
+            "commands": self._next_commands(name, kept) if released else [],
+            "picture": picture.stat().st_mtime if picture.is_file() else None,
+            "images": _images_in(images) if released and not working else None,
             "reads": {name: kept["asked"].get(name) or "" for name in ("data", *READING, "grayscale")},
             "accuracy": evaluation.get("accuracy"),
             "accuracy_real": evaluation.get("accuracy_real"),
             **_progress(folder),
         }
 
+    def _next_commands(self, name: str, kept: dict[str, Any]) -> list[str]:
+        run = str(self.run_folder(name))
+        words = [["verify", run], ["sample", run, f"--out={self.images(name)}/"], ["report", run]]
+        with contextlib.suppress(DatalensError):  # the data is not there any more
+            words.append(self.words("evaluate", kept["asked"], run))
+        return [shown(one) for one in words]
+
     def _begin(self, name: str, words: list[str], asked: dict[str, Any], *, doing: str = "train") -> None:
         (self.out / _KEPT).mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = _locked(self._kept(name, "lock"), tries=20)
         if lock is None:
             raise DatalensError(f"{name} is at work already: wait until it is done, or stop it")
+        now = time.time()
+        before = _json_of(self._kept(name, "json")) if self.run_folder(name).exists() else {}
+        kept = {"words": words, "asked": asked, "doing": doing, "pid": None, "began": now}
+        kept |= {"first": before.get("first", now), "train": before.get("train", words)}
         try:
+            self._keep(name, kept)  # before it begins: whoever is killed in between leaves no run that nobody knows
             with open(self._kept(name, "out"), "wb") as out, open(self._kept(name, "err"), "wb") as err:
                 child = subprocess.Popen(
                     _command(words),
@@ -198,10 +334,12 @@ class Studio:
                     start_new_session=True,
                     pass_fds=(lock,),
                 )
+            self._keep(name, {**kept, "pid": child.pid})
         finally:
             os.close(lock)
-        kept = {"words": words, "asked": asked, "doing": doing, "pid": child.pid, "began": time.time()}
-        with replacing(self._kept(name, "json")) as stream:
+
+    def _keep(self, name: str, kept: dict[str, Any]) -> None:
+        with replacing(self._kept(name, "json"), private=True) as stream:
             stream.write(json.dumps(kept).encode())
 
     def _kept(self, name: str, suffix: str) -> Path:
@@ -251,10 +389,9 @@ def _locked(path: Path, *, tries: int = 1) -> int | None:
 def _progress(folder: Path) -> dict[str, Any]:
     """Return the steps and the budget of a run, or an empty dict before it has begun."""
     try:
-        config = read_config(folder)
-        budget, events = read_ledger(folder / "ledger.jsonl")
-        spent = budget.pricing().epsilon(events, budget.delta) if events else 0.0
-        planned = read_settings(config["settings"]).steps_planned
+        ledger = folder / "ledger.jsonl"
+        budget, spent = _spent(ledger, ledger.stat().st_mtime_ns, ledger.stat().st_size)
+        planned = read_settings(read_config(folder)["settings"]).steps_planned
     except (DatalensError, OSError, KeyError, ValueError):
         return {}
     lines = (
@@ -275,6 +412,19 @@ def _progress(folder: Path) -> dict[str, Any]:
         "part": min(1.0, spent / budget.epsilon) if json_number(budget.epsilon) != "inf" else None,
         "seconds_left": left,
     }
+
+
+@functools.lru_cache(maxsize=256)  # a page asks every second, and pricing a long ledger takes longer
+def _spent(ledger: Path, changed: int, size: int) -> tuple[Budget, float]:
+    budget, events = read_ledger(ledger)
+    return budget, budget.pricing().epsilon(events, budget.delta) if events else 0.0
+
+
+def _images_in(folder: Path) -> int | None:
+    """Return how many images a folder that `datalens sample` wrote has."""
+    with contextlib.suppress(OSError), (folder / "metadata.csv").open("rb") as lines:
+        return sum(1 for _ in lines) - 1
+    return None
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -25,18 +25,17 @@ from datalens import pages
 from datalens.data import formats
 from datalens.data.own.reading import Reading
 from datalens.errors import DatalensError, one_line
-from datalens.plans.guidance import belief
 from datalens.released.certificate import PICTURE
 from datalens.released.synthetic import grid
-from datalens.studio.jobs import READING, Studio
+from datalens.run.folder import PREVIEW
+from datalens.studio import scale
+from datalens.studio.jobs import Studio
 
 ADDRESS = "127.0.0.1"
 KEY = "X-Datalens-Key"
+REPORTS = "/report/"
 MOST_BYTES = 2**16  # of a request: answers in forms; files are read where they are, and never uploaded
 SHOWN = 60  # real images that are shown at once
-SCALE = (0.5, 1.0, 3.0, 10.0)
-SUSPECTED = (0.01, 0.1, 0.5)
-WORDS = {0.5: "very strong", 1.0: "strong", 3.0: "moderate", 10.0: "weak"}
 SAFETY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,6 +44,12 @@ SAFETY = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
+}
+# A report is a page of its own, with its styles and pictures inside. In a sandbox it can neither run nor ask anything.
+REPORT_SAFETY = {
+    **SAFETY,
+    "Content-Security-Policy": "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
@@ -60,6 +65,7 @@ class Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._tokens: set[str] = set()
         self._keys: set[str] = set()
+        self._tickets: dict[str, str] = {}  # → the run whose report it shows
 
     def server_bind(self) -> None:
         """Bind the port. (The standard library's asks for the name of this machine, perhaps over the network.)"""
@@ -86,6 +92,25 @@ class Server(ThreadingHTTPServer):
             key = secrets.token_urlsafe(32)
             self._keys.add(key)
         return key
+
+    def new_ticket(self, run: str) -> str:
+        """Return a path that shows the report of a run once: a tab that opens it cannot send the key."""
+        ticket = secrets.token_urlsafe(32)
+        with self._lock:
+            self._tickets[ticket] = run
+        return f"{REPORTS}{ticket}"
+
+    def run_of(self, ticket: str) -> str:
+        """Return the run that a ticket is for, which is used up.
+
+        Raises:
+            Refused: there is no such ticket any more.
+        """
+        with self._lock:
+            found = next((one for one in self._tickets if _same(one, ticket)), None)
+            if found is None:
+                raise Refused(403, "this page was shown already: open it again in the studio")
+            return self._tickets.pop(found)
 
     def knows(self, key: object) -> bool:
         with self._lock:
@@ -141,10 +166,11 @@ class Handler(BaseHTTPRequestHandler):
         if code != 200:
             self.close_connection = True  # what it still sends is not read
         self.send_response(code)
-        for name, value in {**SAFETY, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+        safety = REPORT_SAFETY if code == 200 and self.path.startswith(REPORTS) else SAFETY
+        for name, value in {**safety, "Content-Type": kind, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         if kind == "application/zip":
-            self.send_header("Content-Disposition", "attachment; filename=release.zip")
+            self.send_header("Content-Disposition", "attachment; filename=datalens.zip")
         self.end_headers()
         with contextlib.suppress(OSError):
             self.wfile.write(body)
@@ -153,6 +179,8 @@ class Handler(BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         if url.path in FILES:
             return FILES[url.path]()
+        if url.path.startswith(REPORTS):
+            return _report(self.server.studio, self.server.run_of(url.path.removeprefix(REPORTS)))
         self._check_key()
         asked = dict(urllib.parse.parse_qsl(url.query))
         if url.path not in GET:
@@ -177,6 +205,10 @@ class Handler(BaseHTTPRequestHandler):
         self._check_key()
         if path == "/api/address":
             return _json({"address": self.server.new_address()})
+        if path == "/api/report":
+            run = asked.get("run", "")
+            _report(self.server.studio, run)  # there is one
+            return _json({"path": self.server.new_ticket(str(run))})
         if path not in POST:
             raise Refused(404, "there is no such address")
         return _json(POST[path](self.server.studio, asked))
@@ -194,10 +226,8 @@ def _json(fields: Any) -> tuple[str, bytes]:
 
 
 def _page() -> tuple[str, bytes]:
-    after = {one: [(f"{100 * p:g}", f"{100 * belief(p, one):.1f}") for p in SUSPECTED] for one in SCALE}
-    beliefs = [{"epsilon": one, "word": WORDS[one], "after": after[one]} for one in SCALE]
     text = (importlib.resources.files("datalens.studio") / "templates/studio.html").read_text(encoding="utf-8")
-    return "text/html; charset=utf-8", pages.render_text(text, scale=beliefs)
+    return "text/html; charset=utf-8", pages.render_text(text, scale=scale.rows(), real=scale.real())
 
 
 def _file(name: str, kind: str, room: str = "datalens.studio") -> Callable[[], tuple[str, bytes]]:
@@ -209,36 +239,68 @@ FILES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "/studio.js": _file("studio.js", "text/javascript"),
     "/studio.css": _file("studio.css", "text/css"),
     "/style.css": _file("style.css", "text/css", "datalens.pages"),
+    **{f"/{scale.PICTURES}/{name}": _file(f"{scale.PICTURES}/{name}", "image/png") for name in scale.files()},
     "/favicon.ico": lambda: ("image/svg+xml", b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
 }
 
 
 def _picture(studio: Studio, asked: dict[str, str]) -> tuple[str, bytes]:
-    """Return the picture of a release, which is what a recipient sees."""
-    path = studio.run_folder(asked.get("run", "")) / "release" / PICTURE
+    """Return the picture of a release, which is what a recipient sees; or of what a run has released so far."""
+    folder = studio.run_folder(asked.get("run", ""))
+    for path in (folder / "release" / PICTURE, folder / PREVIEW):
+        with contextlib.suppress(FileNotFoundError):
+            return "image/png", path.read_bytes()
+    raise DatalensError("nothing is released yet")
+
+
+def _report(studio: Studio, run: object) -> tuple[str, bytes]:
+    """Return the page that a recipient reads."""
+    path = studio.run_folder(str(run)) / "release" / pages.REPORT
     if not path.is_file():
-        raise DatalensError("nothing is released yet")
-    return "image/png", path.read_bytes()
+        raise DatalensError("there is no report of this run: it is not done, or `datalens report` writes it again")
+    return "text/html; charset=utf-8", path.read_bytes()
 
 
 def _zip(studio: Studio, asked: dict[str, str]) -> tuple[str, bytes]:
     """Return a release as a ZIP, if it stands."""
-    folder = studio.run_folder(asked.get("run", ""))
-    checked = studio.ask(["verify", str(folder), "--json"])
+    folder = studio.run_folder(asked.get("run", "")) / "release"
+    found = _files_in(folder)
+    checked = studio.ask(["verify", str(folder.parent), "--json"])
     if checked.get("ok") is not True:
         raise DatalensError(f"the certificate does not stand: {'; '.join(checked.get('problems', []))[:300]}")
+    if _files_in(folder) != found:
+        raise DatalensError("the release was written again while it was checked: download it once more")
+    return _zipped("release", found)
+
+
+def _images(studio: Studio, asked: dict[str, str]) -> tuple[str, bytes]:
+    """Return images that were drawn to hand on, with their papers, as a ZIP."""
+    name = asked.get("run", "")
+    found = _files_in(studio.images(name))
+    if not found:
+        raise DatalensError("no images were drawn yet")
+    return _zipped(f"{name}-images", found)
+
+
+def _files_in(folder: Path) -> dict[str, bytes]:
+    """Return the files in a folder, by their names in it; links are left out."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def _zipped(folder: str, found: dict[str, bytes]) -> tuple[str, bytes]:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted((folder / "release").iterdir()):
-            archive.write(path, f"release/{path.name}")
+        for name, content in found.items():
+            archive.writestr(f"{folder}/{name}", content)
     return "application/zip", stream.getvalue()
 
 
 def _real(studio: Studio, asked: dict[str, str]) -> tuple[str, bytes]:
     """Return a picture of real images, for the owner's eyes: it is never written to a file."""
-    reading: dict[str, Any] = {name: asked[name] for name in READING if asked.get(name)}
+    reading: dict[str, Any] = dict(studio.reading(asked))
+    path = reading.pop("data")
     reading["grayscale"] = asked.get("grayscale") == "true"
-    path = str(studio.inside(asked.get("data", "")))
     some = formats.load_some(path, most=SHOWN, reading=Reading.of(reading))
     stream = io.BytesIO()
     grid(some.images, some.labels).save(stream, "PNG")
@@ -248,12 +310,17 @@ def _real(studio: Studio, asked: dict[str, str]) -> tuple[str, bytes]:
 GET: dict[str, Callable[[Studio, dict[str, str]], tuple[str, bytes]]] = {
     "/api/picture": _picture,
     "/api/zip": _zip,
+    "/api/images": _images,
     "/api/real": _real,
 }
 POST: dict[str, Callable[[Studio, dict[str, Any]], Any]] = {
     "/api/list": lambda studio, asked: studio.entries(asked.get("path", "")),
     "/api/inspect": lambda studio, asked: studio.ask(studio.words("inspect", asked, "--most=2000")),
     "/api/plan": lambda studio, asked: studio.ask(studio.words("plan", asked)),
+    "/api/commands": lambda studio, asked: studio.commands(asked),
+    "/api/budgets": lambda studio, asked: studio.budgets(),
+    "/api/new-budget": lambda studio, asked: studio.make_budget(asked),
+    "/api/sample": lambda studio, asked: studio.sample(asked.get("run", ""), asked.get("count")),
     "/api/start": lambda studio, asked: studio.start(asked.get("name", ""), asked),
     "/api/stop": lambda studio, asked: studio.stop(asked.get("run", "")),
     "/api/resume": lambda studio, asked: studio.resume(asked.get("run", "")),
