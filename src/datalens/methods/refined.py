@@ -148,7 +148,7 @@ class RefinedSettings(MomentSettings):
         facts |= {"sigma": self.sigma_of_labels(budget), "coordinates": cells}
         event = gaussian_event(self.noise, facts)
         relative = event.sigma / bound / schema.nominal_size
-        name = "sum of errors of a linear classifier"
+        name = "classifier errors"
         return (
             Part(name=name, event=event, sensitivity=bound, times=self.rounds, cells=cells, noise_to_signal=relative),
         )
