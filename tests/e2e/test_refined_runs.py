@@ -210,3 +210,16 @@ def test_a_round_that_was_lost_stays_charged_and_the_others_go_on(datalens, tmp_
     assert numbers == list(range(ROUNDS))
     assert done["epsilon_spent"] <= 10
     datalens("verify", run).succeeded()
+
+
+def test_from_python(tmp_path):
+    from sklearn.datasets import load_digits
+
+    from datalens import DataLens
+
+    digits = load_digits()
+    options = {"refine": "diffusion", "refine_steps": 2, "pretraining": 2, "coordinates": 10, "texture": 0}
+    model = DataLens(epsilon=10.0, delta=1e-5, nominal_size=1800, classes=range(10), options=options)
+    synthetic = model.fit(digits.images / 16, digits.target).sample(40)
+    assert synthetic.images.shape == (40, 8, 8, 1)
+    assert model.certificate.settings["refine"] == "diffusion"

@@ -565,11 +565,8 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
     network = fresh_network(s.shape_for(run.schema), s.seed)
     engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
     adam, path = Adam.of(engine.flat(network)), run.path / PRETRAINED
-    facts = {"of": hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.tensors().values())).hexdigest()}
     if path.exists():
-        state, kept = load_tensors(path)
-        if kept == facts and state["weights"].shape == adam.weights.shape:
-            adam.load_state(state)
+        adam.load_state(load_tensors(path)[0])
     if adam.taken < s.pretraining:
         images, labels = _pool(model, s)
         saved = time.monotonic()
@@ -584,7 +581,7 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
                 adam.step(gradient / PRE_BATCH, rate=PRE_RATE, steps=s.pretraining)
                 progress.advance(task, 1)
                 if time.monotonic() - saved > SAVED_SECONDS or adam.taken == s.pretraining:
-                    save_tensors(path, adam.state(), facts)
+                    save_tensors(path, adam.state(), {})
                     saved = time.monotonic()
     engine.put(adam.weights, network)
     return network

@@ -120,6 +120,7 @@ class Ledger:
         self._hashes = hashes  # of every line, starting with the budget's
         self._file = file
         self._broken = False
+        self._priced: tuple[int, float] | None = None  # number of charges, and their price
         self._turn, self._process = threading.Lock(), os.getpid()
         # The gate calls this before a charge, with the number of values: it raises if they could not be stored.
         self.make_room: Callable[[int], None] = lambda cells: None
@@ -194,8 +195,14 @@ class Ledger:
         return self._hashes[charges] if 0 <= charges < len(self._hashes) else None
 
     def spent(self) -> float:
-        """Return the ε spent so far, by the budget's accountant and at the budget's δ."""
-        return self.budget.pricing().epsilon(self._events, self.budget.delta)
+        """Return the ε spent so far, by the budget's accountant and at the budget's δ.
+
+        It is computed once for each number of charges: a mix of releases takes a second to price.
+        """
+        charges = len(self._events)
+        if self._priced is None or self._priced[0] != charges:
+            self._priced = charges, self.budget.pricing().epsilon(self._events, self.budget.delta)
+        return self._priced[1]
 
     def charge(self, event: Charge) -> int:
         """Record the event durably and return its number. If it would overspend, nothing is written.
