@@ -110,14 +110,16 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     more = [f"datalens-paper, {how}" for how in ("authors' settings", "full-size teachers")]
     more += ["datalens-paper, authors' settings, full-size teachers"]
     without_noise = [methods[-1], more[0]] * 2
-    assert [row["column"] for row in rows] == (methods + more) * 4 + methods * 2 + methods[:1] * 14 + without_noise
-    assert len({one["name"] for one in ran}) == len(ran) == 12 * 5 + 18 * 2 + 12 * 3 + 4 * 2  # scenes are not here
-    assert [row["seeds"] for row in rows[30:]] == [3] * 4 + [0] * 2 + [3] * 8 + [2] * 4
+    grey = [*methods, *more, methods[0], "datalens, refined", *methods[1:], *more] * 2  # at ε = 1, and 10
+    assert [row["column"] for row in rows] == grey + methods * 2 + methods[:1] * 14 + without_noise
+    count = 12 * 5 + 18 * 2 + 12 * 3 + 4 * 2 + 3 + 1  # scenes are not here
+    assert len({one["name"] for one in ran}) == len(ran) == count
+    assert [row["seeds"] for row in rows[32:]] == [3] * 4 + [0] * 2 + [3] * 8 + [2] * 4
     assert [(row["row"], row["paper"], row["difference"]) for row in rows[-3:-1]] == [
         ("MNIST ε=∞", None, None),
         ("Fashion-MNIST ε=∞", None, None),
     ]
-    for row in rows[:30]:
+    for row in rows[:32]:
         seeds = [0.9, 0.91, 0.92, 0.93, 0.94][: 2 if "paper" in row["column"] else 5]
         assert (row["seeds"], row["ours"]) == (len(seeds), pytest.approx(statistics.fmean(seeds)))
         assert row["std"] == pytest.approx(statistics.stdev(seeds))
@@ -168,7 +170,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     monkeypatch.setattr(harness, "run_cell", fake)
     made(tmp_path, full=True)
     names = [one["name"] for one in ran]
-    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3 + 4 * 2  # nothing twice
+    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3 + 4 * 2 + 3 + 1  # nothing twice
     assert ran[3]["accuracy_real"] == 0.99  # the ceiling, too, is kept
 
     # Asked for in another way, a cell is run again.

@@ -47,7 +47,6 @@ from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import NoiseSource, SecureNoise, SeededNoise, open_noise
 from datalens.private.moments import FINE, RecordRows
-from datalens.progress import bar
 from datalens.public import streams
 from datalens.public.texture import Texture
 from datalens.public.threads import mapped
@@ -568,10 +567,9 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
     if path.exists():
         adam.load_state(load_tensors(path)[0])
     if adam.taken < s.pretraining:
-        images, labels = _pool(model, s)
+        images, labels = _pool(run, model, s)
         saved = time.monotonic()
-        with bar("pre-training, which costs no privacy", s.pretraining) as (progress, task):
-            progress.advance(task, adam.taken)
+        with run.watched("pre-training, which costs no privacy", s.pretraining) as progress:
             while adam.taken < s.pretraining:
                 random = streams.generator(s.seed, "pre-training", adam.taken)
                 chosen = torch.randint(len(images), (PRE_BATCH,), generator=random)
@@ -579,7 +577,7 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
                 parts = [(images[c], labels[c], k) for c, k in zip(chosen.split(32), keys.split(32), strict=True)]
                 gradient = _plain_gradient(engine, network, adam, parts, make, step=adam.taken)
                 adam.step(gradient / PRE_BATCH, rate=PRE_RATE, steps=s.pretraining)
-                progress.advance(task, 1)
+                progress.done(adam.taken)
                 if time.monotonic() - saved > SAVED_SECONDS or adam.taken == s.pretraining:
                     save_tensors(path, adam.state(), {})
                     saved = time.monotonic()
@@ -587,15 +585,15 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
     return network
 
 
-def _pool(model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Tensor]:
+def _pool(run: Run, model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Tensor]:
     """Draw the images for pre-training, with as many of each class as the released counts say."""
     random, count = streams.generator(s.seed, "pool"), min(POOL, s.pretraining * PRE_BATCH)
     drawn = model.sizes.to(torch.float64).multinomial(count, replacement=True, generator=random)
     labels, images = model.present[drawn], []
-    with bar("images from the moments", count) as (progress, task):
+    with run.watched("images from the moments", count) as progress:
         for part in labels.split(250):
             images.append((model.images(part, random) * 255).round().to(torch.uint8))
-            progress.advance(task, len(part))
+            progress.done(250 * len(images))
     return torch.cat(images), labels
 
 
