@@ -169,7 +169,7 @@ def test_killed_between_charge_and_journal_it_says_what_another_costs(
 
 
 def test_training_records_are_not_called_held_out(own: Path, datalens: Call) -> None:
-    """Whoever says so is not believed where the training data are at hand."""
+    """Whoever says so is not believed where the training data are available."""
     run, data = own / "run", own / "mixed.npz"
     for option in ((), ("--overlap", "none")):
         line = datalens("evaluate", run, "--data", data, *OPTIONS, *option).refused()

@@ -28,7 +28,7 @@ Training = Callable[[int], Dataset]
 def real_images(
     data: str, real_train: str | None, *, folder: Path | None, reading: Reading, run: Path, client: Any = None
 ) -> tuple[Dataset, Training | None]:
-    """Return the test images, and what reads training images to compare with; None: there are none.
+    """Return the test images, and a function that reads training images to compare with (None if there are none).
 
     Args:
         data: a data set with a test split, or a file of test images alone.

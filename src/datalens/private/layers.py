@@ -86,7 +86,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def multiply_large(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same product where a GPU may round more in order to be faster."""
+    """Return the same product, with the lower precision that a GPU may use to be faster."""
     return _kernels().Multiply.apply(a, b, _kernels().PRECISION) if kernels_for(a) else _bmm(a, b)
 
 

@@ -471,7 +471,7 @@ def folder_names(classes: tuple[str, ...]) -> list[str]:
 
 
 def _fold(name: str) -> str:
-    """Return a key that is equal for names that some file system takes for the same."""
+    """Return a key that is equal for names that some file systems do not tell apart."""
     return unicodedata.normalize("NFC", name).casefold()
 
 

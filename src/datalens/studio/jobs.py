@@ -186,7 +186,7 @@ class Studio:
         return self.status(name)
 
     def resume(self, name: str) -> dict[str, Any]:
-        """Go on with a run that was stopped."""
+        """Continue a run that was stopped."""
         kept = self._read(name)
         self._begin(name, ["train", f"--out={self.run_folder(name)}", "--resume", "--json"], kept["asked"])
         return self.status(name)
