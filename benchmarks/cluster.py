@@ -5,7 +5,7 @@ python -m benchmarks.cluster core [--side 64] [--channels 3] [--records 3000]
 python -m benchmarks.cluster parts [--parts 50 1000]
     the default method on a cluster in this process, with ever more parts of ten records each: what a part costs the
     driver and its scheduler.
-python -m benchmarks.cluster table --seconds-per-million 700 --driver-seconds-per-part 0.05
+python -m benchmarks.cluster table --seconds-per-million 700 --driver-seconds-per-part 0.05 --driver-mib-per-part 0.2
     computes hours, bytes and memory for larger sets from these figures; nothing is measured.
 
 All print JSON lines. CPU seconds are those of the process, so other jobs on the machine hardly count.
@@ -38,6 +38,7 @@ from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
 
 CLASSES, COORDINATES, TEXTURE, GRID = 10, 196, 931, 2**14
+DRIVER_GIB = 0.57  # of driver and scheduler without any part: the line through what `parts` has measured, at zero
 TRANSFERS = 1 + 1 / 16  # of a part's sum: to the worker that joins it, and its share of that join's own
 
 
@@ -139,7 +140,7 @@ def bytes_of_sums(classes: int, texture: int) -> int:
     return 8 * cells
 
 
-def table(per_million: float, per_part: float, part: int, cores: list[int]) -> None:
+def table(per_million: float, per_part: float, mib_per_part: float, part: int, cores: list[int]) -> None:
     """Print a line for each size."""
     each, asks = bytes_of_sums(CLASSES, TEXTURE), 8 * TEXTURE * 2 * (TEXTURE + COORDINATES)
     for records in (10**6, 10**7, 10**8, 10**9):
@@ -151,6 +152,7 @@ def table(per_million: float, per_part: float, part: int, cores: list[int]) -> N
             number: round((records / 1e6 * per_million / min(number, pieces) + driver) / 3600, 2) for number in cores
         }
         line["driver_hours"] = round(driver / 3600, 2)
+        line["driver_gibibytes"] = round(DRIVER_GIB + pieces * mib_per_part / 1024, 1)
         line["network_gigabytes_of_sums"] = round(pieces * each * TRANSFERS / 1e9, 1)
         line["network_gigabytes_of_asks_by_cores"] = {n: round(min(n, pieces) * asks / 1e9, 1) for n in cores}
         line["rows_on_disk_gigabytes"] = round(records * 4 * (COORDINATES + TEXTURE) / 1e9)
@@ -166,6 +168,7 @@ if __name__ == "__main__":
     parser.add_argument("--parts", type=int, nargs="+", default=[50, 1000])
     parser.add_argument("--seconds-per-million", type=float)
     parser.add_argument("--driver-seconds-per-part", type=float)
+    parser.add_argument("--driver-mib-per-part", type=float, default=0.215)
     parser.add_argument("--part", type=int, default=100_000, help="records in a part")
     parser.add_argument("--cores", type=int, nargs="+", default=[2, 64, 1024])
     arguments = parser.parse_args()
@@ -180,4 +183,5 @@ if __name__ == "__main__":
             each = (lines[-1]["cpu_seconds"] - lines[0]["cpu_seconds"]) / more  # type: ignore[operator]
             print(json.dumps({"cpu_seconds_of_a_part": round(each, 4), **describe(torch.device("cpu"))}), flush=True)
     else:
-        table(arguments.seconds_per_million, arguments.driver_seconds_per_part, arguments.part, arguments.cores)
+        per_part = (arguments.driver_seconds_per_part, arguments.driver_mib_per_part)
+        table(arguments.seconds_per_million, *per_part, arguments.part, arguments.cores)

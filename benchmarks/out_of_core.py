@@ -3,8 +3,8 @@
 python -m benchmarks.out_of_core [--records 60000 1000000] [--threads 1 2] [--persons 0]
 
 Every size runs in a process of its own: `datalens train` with images of 28x28, from reading to the release. Prints one
-JSON line for each, and one with the R² of a line through the seconds. Only a run in which nothing else used the cores
-says how many seconds it takes; `cpu_seconds` depends less on others.
+JSON line for each, and one with the R² of a line through the seconds, and through the CPU seconds. Only a run in which
+nothing else used the cores says how many seconds it takes; `cpu_seconds` depends less on others.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def measure(records: int, threads: int, by_person: bool, folder: str) -> None:
         "load_when_it_ended": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(line | describe(torch.device("cpu"))), flush=True)
-    Path(folder, "seconds").write_text(str(line["seconds"]))
+    Path(folder, "seconds").write_text(json.dumps([line["seconds"], line["cpu_seconds"]]))
 
 
 def straightness(sizes: list[int], seconds: list[float]) -> float:
@@ -109,6 +109,8 @@ if __name__ == "__main__":
                 process.join()
                 if process.exitcode:
                     raise SystemExit(f"the run of {records} records ended with exit code {process.exitcode}")
-                seconds.append(float(Path(folder, "seconds").read_text()))
+                seconds.append(json.loads(Path(folder, "seconds").read_text()))
         if len(seconds) > 2:
-            print(json.dumps({"threads": threads, "r_squared": straightness(arguments.records, seconds)}), flush=True)
+            names = ("r_squared", "r_squared_of_cpu_seconds")
+            fits = [straightness(arguments.records, list(column)) for column in zip(*seconds, strict=True)]
+            print(json.dumps({"threads": threads, **dict(zip(names, fits, strict=True))}), flush=True)
