@@ -571,7 +571,8 @@ def copy_tree(to: Path) -> None:
 
 def run(
     tree: Path, module: str, luck: random.Random, sample: int | None, wanted: Callable[[Mutant], bool]
-) -> list[dict]:
+) -> Iterator[dict]:
+    """Yield the verdict on each mutant of a module."""
     path = tree / "src" / "datalens" / module
     source = path.read_text(encoding="utf-8")
     tests = tuple(name for name in TESTS[module] if (tree / "tests" / name.split("::")[0]).exists())
@@ -588,20 +589,18 @@ def run(
     todo = [mutant for mutant in mutants(module, source) if wanted(mutant)]
     if sample is not None:
         todo = luck.sample(todo, min(sample, len(todo)))
-    results = []
     for number, mutant in enumerate(todo):
         path.write_text(mutant.source, encoding="utf-8")
         os.utime(path, (number + 1, number + 1))  # so that Python does not use the bytecode of the previous mutant
         verdict, killer = test(tree, tests, limit, order), order.learn()[0]
         sweep(tree)
         facts = {key: value for key, value in asdict(mutant).items() if key != "source"}
-        results.append(facts | {"verdict": verdict, "killer": killer})
+        yield facts | {"verdict": verdict, "killer": killer}
         if verdict == "survived":
             print(f"SURVIVED {module}:{mutant.line}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
         if number % 25 == 24:
             print(f"{module}: {number + 1} of {len(todo)}, {time.monotonic() - began:.0f} s", flush=True)
     path.write_text(source, encoding="utf-8")
-    return results
 
 
 def listed() -> dict[tuple[str, str, str], str]:
@@ -651,8 +650,11 @@ def main() -> None:
                 left_out = options.unlisted and mutant.name in known
                 return mutant.line >= options.from_line and not left_out and (before is None or mutant.name in before)
 
-            verdicts = run(tree, module, luck, options.sample, wanted)
-            results += verdicts
+            verdicts: list[dict] = []
+            for verdict in run(tree, module, luck, options.sample, wanted):
+                verdicts.append(verdict)
+                results.append(verdict)
+                write(options.out, results)  # a run that is stopped after hours has not been in vain
             survived = survivors(verdicts)
             explained = survived & known.keys()
             killed = len(verdicts) - len(survived)
@@ -661,9 +663,12 @@ def main() -> None:
                 f"a reason in docs/mutation.md, {len(survived) - len(explained)} without",
                 flush=True,
             )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
     sys.exit(1 if survivors(results) - known.keys() else 0)
+
+
+def write(path: Path, results: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def survivors(results: list[dict]) -> set[tuple[str, str, str]]:

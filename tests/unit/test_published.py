@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from datalens.errors import BudgetExceeded, DatalensError, TamperedError
 from datalens.evaluate import publish
 from datalens.evaluate.classifiers import UTILITY
 from datalens.privacy.events import DiscreteGaussianEvent, LaplaceEvent
+from datalens.privacy.journal import Journal
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import LaplaceVote
 from datalens.privacy.noise import Held, LaplaceNoise
@@ -30,6 +32,7 @@ from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
 from datalens.released import accuracy, publication
 from datalens.released.publication import Asked, Publication
+from datalens.run.publication import JOURNAL, LEDGER, state, table_of
 
 CLASSES = ("a", "b", "c")
 SCHEMA = Schema(name="held", height=8, width=8, channels=1, classes=CLASSES, nominal_size=100)
@@ -494,3 +497,60 @@ def test_a_charge_for_something_else_is_found(change: dict[str, Any]) -> None:
     other = LaplaceEvent(**(vars(event) | change))
     wrong = Publication(asked=one.asked, budget=one.budget, events=(other,), table=one.table)
     assert publication.problems(one.fields(TRAINING, SCHEMA), wrong, TRAINING, SCHEMA)
+
+
+# --- its folder -------------------------------------------------------------------------------------------------------
+
+
+def begun(folder: Path) -> Path:
+    (folder / JOURNAL).mkdir()
+    Ledger.create(folder / LEDGER, Budget(epsilon=0.2, relation="add-remove", **FACTS)).close()
+    return folder
+
+
+def test_a_table_is_charged_once_and_used_again(tmp_path: Path) -> None:
+    folder, called = begun(tmp_path), []
+
+    def votes() -> VoteCounts:
+        called.append(1)
+        return answers(held_out(), guess)
+
+    assert state(folder, step=0) == ((), False)
+    first = table_of(folder, votes, scale=10.0, step=0)
+    events, found = state(folder, step=0)
+    assert found and [(e.part, e.step, e.scale, e.noise) for e in events] == [
+        (publication.PART, 0, 10.0, "operating-system")
+    ]
+    assert (table_of(folder, votes, scale=10.0, step=0) == first).all() and len(called) == 1
+    assert state(folder, step=0)[0] == events
+    assert state(folder, step=1) == (events, False)
+    second = table_of(folder, votes, scale=10.0, step=1)
+    assert (second != first).any() and len(called) == 2 and len(state(folder, step=1)[0]) == 2
+    with pytest.raises(BudgetExceeded):
+        table_of(folder, votes, scale=10.0, step=2)
+
+
+def test_a_lost_table_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            table_of(folder, lambda: answers(held_out(), guess), scale=10.0, step=0)
+    events, found = state(folder, step=0)
+    assert len(events) == 1 and not found
+
+
+def test_room_for_the_table_is_made_before_its_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise DatalensError("no room")
+
+    monkeypatch.setattr(Journal, "make_room", full)
+    with pytest.raises(DatalensError, match="no room"):
+        table_of(folder, lambda: answers(held_out(), guess), scale=10.0, step=0)
+    assert state(folder, step=0) == ((), False)
