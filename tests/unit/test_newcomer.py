@@ -1,5 +1,6 @@
 """What a newcomer meets first: nothing paid for is lost, useless output is called so, and waiting is announced."""
 
+import io
 import itertools
 import pickle
 import threading
@@ -8,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from datalens import DataLens, DatalensError, TrainOptions, progress
 from datalens.cli.mistakes import joined_labels
 from datalens.data.images import Encoded, readable
+from datalens.data.own.python import as_arrays
 from datalens.data.schema import LEFT_OUT, Schema
 from datalens.evaluate.owner_report import blocks, shades
 from datalens.evaluate.utility import majority_share, smaller, verdict
@@ -106,6 +109,18 @@ def test_a_data_frame_is_told_what_to_pass():
 
     with pytest.raises(DatalensError, match="pass fit"):
         DataLens(nominal_size=9).fit(Frame())
+
+
+def test_the_images_of_a_data_frame_from_parquet_are_read():
+    pandas = pytest.importorskip("pandas")
+    data = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 77, np.uint8)).save(data, "PNG")
+    frame = pandas.DataFrame({"image": [{"bytes": data.getvalue(), "path": "a.png"}] * 3, "label": [0, 1, 0]})
+    for images in (frame["image"], list(frame["image"])):
+        pixels, labels, _ = as_arrays(images, frame["label"])
+        assert pixels.shape == (3, 8, 8, 1) and (pixels == 77).all() and labels.tolist() == [0, 1, 0]
+    with pytest.raises(DatalensError, match="an image cannot be read"):
+        as_arrays([{"bytes": data.getvalue()[:30], "path": None}], [0])
 
 
 # --- useless output never looks like success ---

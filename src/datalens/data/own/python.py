@@ -8,13 +8,16 @@ are refused instead of converted to one, and what a label means follows from the
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from datalens.data.own.arrays import check_images
 from datalens.data.own.reading import ALL, check_classes, check_not_larger
+from datalens.data.pixels import OWN
 from datalens.data.records import Dataset, record_keys
 from datalens.data.schema import IMAGE, LARGEST_NUMBER, PERSON, READ_OFF, Schema
 from datalens.errors import DatalensError
@@ -97,7 +100,7 @@ def records_and_classes(
 
 
 DATAFRAME = (
-    "a DataFrame is not read: pass fit(np.stack(list(df['image'])), df['label']), with the names of your columns, or "
+    "a DataFrame is not read: pass fit(list(df['image']), df['label']), with the names of your columns, or "
     "write it to a .parquet file for the command line"
 )
 
@@ -242,7 +245,9 @@ def _channels_last(images: Any) -> np.ndarray:
 
 
 def _one(image: Any) -> np.ndarray:
-    """Return a Pillow image, a tensor or an array as an array [h, w] or [h, w, c]."""
+    """Return an image as an array [h, w] or [h, w, c]: of Pillow, a tensor, an array, or parquet's {bytes, path}."""
+    if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
+        image = _opened(image["bytes"])
     if getattr(image, "mode", None) in ("P", "1", "CMYK"):
         image = image.convert("L" if image.mode == "1" else "RGB")
     first = _is_tensor(image)
@@ -250,6 +255,15 @@ def _one(image: Any) -> np.ndarray:
     if array.ndim == 3 and array.shape[0] <= 4 and (first or array.shape[2] > 4):
         array = np.moveaxis(array, 0, -1)
     return array
+
+
+def _opened(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(BytesIO(data), formats=OWN)
+        image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DatalensError(f"an image cannot be read ({error}): mend it, or leave it out") from None
+    return image
 
 
 def _stacked(images: Iterable[Any]) -> np.ndarray:
