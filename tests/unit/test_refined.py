@@ -28,7 +28,7 @@ from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
 from datalens.released import denoiser
 from datalens.released.denoiser import Linear, Network, facts_of, fresh_network, noise_levels
-from datalens.released.moments import MomentModel, Start
+from datalens.released.moments import MomentModel, Start, without_texture
 
 SCHEMA = Schema(name="toy", height=8, width=8, channels=1, classes=("a", "b", "c"), nominal_size=200)
 CPU = torch.device("cpu")
@@ -370,6 +370,18 @@ def test_both_stages_together_cost_the_budget_and_no_more(epsilon: float) -> Non
     assert own.epsilon < epsilon
     alone = [(part.event, part.times) for part in settings.of_moments(SCHEMA, budget)]
     assert Accountant(name="exact").price(alone, budget.delta) == pytest.approx(own.epsilon, rel=1e-4)
+
+
+def test_a_classifier_that_nothing_was_charged_for_is_found() -> None:
+    _, settings = planned(coordinates=10, labels_share=0.0)
+    assert settings.rounds == 0
+    start = Start(shape=(1, 8, 8), means=torch.zeros(3, 10), factors=torch.zeros(3, 10, 10))
+    first = without_texture(start, torch.arange(3), torch.ones(3))
+    network = fresh_network(settings.shape_for(SCHEMA), 0)
+    for rows, problems in ((0, 0), (1, 1)):
+        head = denoiser.Head(weights=torch.zeros(rows, 3))
+        model = denoiser.DiffusionModel(moments=first, network=network, begin=settings.begin, head=head)
+        assert len(settings.wrong_weights(model, [])) == problems
 
 
 def test_without_a_budget_there_is_no_noise() -> None:

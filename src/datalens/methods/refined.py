@@ -98,8 +98,8 @@ class RefinedSettings(MomentSettings):
     stepped: ClassVar[str] = PART
     charges_once: ClassVar[bool] = True  # `GradientGate` charges no step twice
     makes: ClassVar[Literal["generator", "moments", "diffusion", "classifier"]] = "diffusion"
-
     ZERO: ClassVar[tuple[str, ...]] = (*MomentSettings.ZERO, "rounds")
+
     refine: Literal["diffusion"]
     moments_share: float  # of the budget (in mu²) for the moments
     labels_share: float  # for a linear classifier of texture
@@ -231,7 +231,7 @@ class RefinedSettings(MomentSettings):
         problems = super().wrong_weights(model.moments, of_part(events, ""))
         if (model.network.shape.sizes, model.begin) != ((self.wide, self.deep, self.hidden), self.begin):
             problems.append("the weights are of another network than the settings state")
-        if len(model.head.weights) > 0 and len(of_part(events, LABELS)) < self.rounds:
+        if len(model.head.weights) > 0 and len(of_part(events, LABELS)) < max(self.rounds, 1):
             problems.append("the weights have a linear classifier, and the ledger lacks charges for it")
         return problems
 
