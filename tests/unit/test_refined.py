@@ -164,6 +164,42 @@ def test_it_is_tried_whether_rows_depend_on_their_place(monkeypatch: pytest.Monk
         refined.check_places(settings, SCHEMA)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_it_is_tried_as_it_is_done_with_one_core_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, settings = planned()
+    cores: list[int] = []
+    monkeypatch.setattr(refined, "rounds_alike", lambda *_: cores.append(torch.get_num_threads()) or True)
+    refined.check_places(settings, SCHEMA)
+    assert cores == [1]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_of_later_steps_use_the_engines_of_earlier_ones(tmp_path: Path) -> None:
+    """An engine for each new thread would take all memory in a long run."""
+    _, settings = planned()
+    one = trainer(settings, gathered(data_of(64), settings, tmp_path), tmp_path)
+    for step in range(4):
+        one._sum(torch.arange(64), step)
+    assert len(one._engines._idle) <= 2
+
+
+@pytest.mark.parametrize("person", [False, True])
+def test_no_records_have_a_sum_too(tmp_path: Path, person: bool) -> None:
+    """A run on nothing goes like any other: it must not say, before it is charged, that there is nothing."""
+    schema = dataclasses.replace(SCHEMA, record_unit=PERSON) if person else SCHEMA
+    _, settings = planned(schema)
+    data = data_of(0, schema, ids=[] if person else None)
+    assert not sum_of(settings, data, tmp_path, schema=schema).any()
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (1, 9, 11), (3, 64, 48)])
 def test_images_of_all_sizes_go_through_the_network(shape: tuple[int, int, int]) -> None:
     channels, height, width = shape
@@ -305,6 +341,12 @@ def test_rows_can_be_kept_as_what_they_are_read_as(person: bool) -> None:
     assert direct.row_unit == again.row_unit
 
 
+def test_rows_that_are_kept_are_cut_off_where_their_squares_stay_exact() -> None:
+    rows = rows_of(striped(20))
+    kept = rows.viewed(lambda stored: torch.full((len(stored), 3), 1e12, dtype=torch.float64), 3)
+    assert torch.equal(kept.coordinates(kept._read(0, 20)[0]), torch.full((20, 3), 2.0**21, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_classifier_learns_and_not_from_labels_that_say_nothing(shuffled: bool) -> None:
     data, head, moving = striped(300, shuffled=shuffled), torch.zeros(10, 3), torch.zeros(10, 3)
@@ -390,13 +432,16 @@ def test_without_a_budget_there_is_no_noise() -> None:
 
 
 def test_settings_are_read_again_and_nothing_else_is() -> None:
-    _, settings = planned()
+    _, settings = planned(texture=5)
     fields = settings.as_dict()
     assert read_settings(fields) == settings
     for change in (
         {"sigma": -1.0},
         {"moments_share": 1.5},
         {"wide": 100_000},
+        {"deep": 65},
+        {"labels_share": 0.0},
+        {"rounds": 0},
         {"begin": 50.0},
         {"steps": 0},
         {"refine": "x"},

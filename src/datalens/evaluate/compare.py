@@ -61,8 +61,9 @@ class Entry:
     def method(self) -> str:
         settings = self.certificate["settings"]
         variant = ""
-        if settings["method"] == "datalens":  # releases either moments or votes of teachers
+        if settings["method"] == "datalens":  # releases votes of teachers, or moments, perhaps with a second stage
             variant = ", teachers" if "teachers" in settings else ", moments"
+            variant += ", then diffusion" if "refine" in settings else ""
         return f"{settings['method']} [{settings['preset']}]{variant}"
 
     def row(self) -> dict[str, Any]:

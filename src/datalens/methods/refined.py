@@ -14,13 +14,14 @@ whole numbers, whose sums are exact in any order; and it is tried at the start o
 the arithmetic of this machine does not round by place.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -122,7 +123,10 @@ class RefinedSettings(MomentSettings):
         settings: RefinedSettings = checked(cls, fields, zero=cls.ZERO)
         if not (settings.moments_share > 0 and settings.moments_share + settings.labels_share < 1):
             raise DatalensError("the settings moments_share and labels_share do not fit together")
-        if max(settings.wide, settings.deep, settings.hidden) > 512 or settings.begin > denoiser.MOST_NOISE:
+        if (settings.labels_share > 0) != (settings.rounds > 0):
+            raise DatalensError("the settings labels_share and rounds do not fit together")
+        wider = any(getattr(settings, name) > most for name, most in NETWORK.items())  # could carry other information
+        if wider or settings.begin > denoiser.MOST_NOISE:
             raise DatalensError("the settings of the network are larger than any that datalens makes")
         return settings
 
@@ -240,9 +244,10 @@ class RefinedSettings(MomentSettings):
     def mechanism_for(self, budget: Budget, *, by_person: bool) -> dict[str, str]:
         said = super().mechanism_for(budget, by_person=by_person)
         unit = "person" if by_person else "record"
+        labels = "sums of errors of a linear classifier; " if self.rounds > 0 else ""
         return {
-            "name": f"{said['name']}; sums of errors of a linear classifier; then sums of per-{unit} gradients over "
-            "Poisson samples with Gaussian noise (DP-SGD of a diffusion model)",
+            "name": f"{said['name']}; {labels}then sums of per-{unit} gradients over Poisson samples with Gaussian "
+            "noise (DP-SGD of a diffusion model)",
             "sensitivity": f"{said['sensitivity']}; one {unit} has one row of one length in a step",
         }
 
@@ -678,7 +683,8 @@ def gather(records: Records, settings: RefinedSettings, place: Place) -> Refined
     rows = moments.gather(records, settings, place)
     assert isinstance(rows, RecordRows)
     by_person = records.schema.by_person
-    images, labels, keys, owners = [], [], [], list[bytes]()
+    images, owners = [torch.zeros(0, *records.schema.shape, dtype=torch.uint8)], list[bytes]()
+    labels, keys = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
 
     def choose(index: np.ndarray, names: Any) -> np.ndarray:
         if by_person:
@@ -706,7 +712,7 @@ def _sorted_by_person(found: RefinedRecords, owners: list[bytes]) -> RefinedReco
         labels=found.labels[at],
         keys=found.keys[at],
         starts=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
-        persons=torch.tensor([_number(name) for name in names]),
+        persons=torch.tensor([_number(name) for name in names], dtype=torch.int64),
     )
 
 
@@ -724,7 +730,8 @@ class Trainer:
     def __init__(self, network: Network, gate: GradientGate, data: RefinedRecords, make: Maker) -> None:
         self._network, self._gate, self._data, self._make = network, gate, data, make
         self._rule, self._engines = WholeRows(softening=SOFTENING), _Engines(network, make.kind)
-        self._layout = self._engines.own()
+        with self._engines.lent() as engine:
+            self._layout = engine
         self._adam = Adam.of(self._layout.flat(network))
 
     def step(self, number: int) -> float:
@@ -751,8 +758,9 @@ class Trainer:
             filled = torch.cat([part, part[:1].expand(CHUNK - len(part))])  # all chunks have one size
             images, labels, keys = self._data.chosen(filled, seed=self._make.settings.seed, step=number)
             examples = self._make(images, labels, keys, stage="records", step=number)
-            rows = self._engines.own().rows(examples.losses, records=CHUNK)
-            own.total.add(rows, (torch.arange(CHUNK) < len(part)).to(torch.float32))
+            with self._engines.lent() as engine:  # until its rows, which lie in its memory, were added
+                rows = engine.rows(examples.losses, records=CHUNK)
+                own.total.add(rows, (torch.arange(CHUNK) < len(part)).to(torch.float32))
 
         for _ in mapped(add, sample.split(CHUNK) if len(sample) else []):
             pass
@@ -775,24 +783,32 @@ class Trainer:
 
 
 class _Engines:
-    """One engine for each thread, since an engine is for one at a time."""
+    """Engines that threads borrow, as an engine is for one at a time: no more than there are threads at once.
+
+    They are kept from step to step. The threads are not, so an engine of each thread would be a new one in every step.
+    """
 
     def __init__(self, network: Network, kind: torch.dtype) -> None:
-        self._network, self._kind, self._own, self._all = network, kind, threading.local(), list[RowEngine]()
+        self._network, self._kind, self._idle = network, kind, list[RowEngine]()
         self._weights: Tensor | None = None
 
-    def own(self) -> RowEngine:
-        if not hasattr(self._own, "engine"):
-            self._own.engine = RowEngine(self._network, kind=self._kind, device=torch.device("cpu"))
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[RowEngine]:
+        try:
+            engine = self._idle.pop()
+        except IndexError:
+            engine = RowEngine(self._network, kind=self._kind, device=torch.device("cpu"))
             if self._weights is not None:
-                self._own.engine.load(self._weights)
-            self._all.append(self._own.engine)
-        engine: RowEngine = self._own.engine
-        return engine
+                engine.load(self._weights)
+        try:
+            yield engine
+        finally:
+            self._idle.append(engine)
 
     def load(self, weights: Tensor) -> None:
+        """Compute with these weights from now on. No engine may be lent now."""
         self._weights = weights
-        for engine in self._all:
+        for engine in self._idle:
             engine.load(weights)
 
 
@@ -814,7 +830,9 @@ def check_places(settings: RefinedSettings, schema: Schema) -> None:
         value.data += 0.05 * torch.randn(value.shape, generator=random)
     images = torch.randint(256, (2 * CHUNK, *schema.shape), dtype=torch.uint8, generator=random)
     labels, keys = torch.arange(2 * CHUNK) % classes, torch.arange(2 * CHUNK)
-    if not rounds_alike(RowEngine(network, kind=make.kind, device=torch.device("cpu")), make, images, labels, keys):
+    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
+    [alike] = mapped(lambda _: rounds_alike(engine, make, images, labels, keys), [0])  # on one core, as in a step
+    if not alike:
         raise DatalensError(
             "on this machine the gradient of a record depends on its place in a batch, so that its bound would not "
             "hold, and nothing was charged: use --refine off"

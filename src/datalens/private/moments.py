@@ -37,6 +37,7 @@ STEEPEST = 2**27  # most of these steps: with fewer than 2^10 features below 2^1
 CHUNK = 1024  # records at a time
 HEAD = 2**10  # grid steps per unit of a classifier's weights
 ODDS = 2**20  # grid steps of the most likely class's odds
+LARGEST = 2**21  # most of a stored value that takes long to compute: squares of 2^10 of them add up to 2^52 at most
 TOGETHER = 128  # records whose waves are computed together, so that they stay in the processor's cache
 MEMORY = 2**28  # bytes of rows that are kept in memory: more go to a file
 EXACT = 2**24  # records whose rows, of norm at most 2^28, are added in float64; their sums are added in int64
@@ -274,14 +275,15 @@ class RecordRows:
         """Return the same records with rows that hold what `view` selects, where it takes long to compute.
 
         Args:
-            view: Selects the values, below 2^31.
+            view: Selects the values. They are cut off at `LARGEST`, so that their squares add up exactly.
             width: How many numbers it returns.
             folder: Where the file of rows lies, if they need one.
         """
         found = Rows(torch.Size([width]), torch.int32, torch.device("cpu"), capacity=self.count, folder=folder)
 
         def worked(start: int) -> Tensor:
-            return view(self._rows.between(start, min(start + CHUNK, self.count))).to(torch.int32)
+            values = view(self._rows.between(start, min(start + CHUNK, self.count)))
+            return values.clamp(-LARGEST, LARGEST).to(torch.int32)
 
         for values in mapped(worked, range(0, self.count, CHUNK)):
             found.append(values)
