@@ -391,7 +391,8 @@ def _progress(folder: Path) -> dict[str, Any]:
     try:
         ledger = folder / "ledger.jsonl"
         budget, spent = _spent(ledger, ledger.stat().st_mtime_ns, ledger.stat().st_size)
-        planned = read_settings(read_config(folder)["settings"]).steps_planned
+        settings = read_settings(read_config(folder)["settings"])
+        planned = settings.steps_planned
     except (DatalensError, OSError, KeyError, ValueError):
         return {}
     lines = (
@@ -399,7 +400,10 @@ def _progress(folder: Path) -> dict[str, Any]:
         if (folder / "metrics.jsonl").exists()
         else []
     )
-    times = [json.loads(line).get("time") for line in lines if line.endswith("}")]
+    entries = [json.loads(line) for line in lines if line.endswith("}")]
+    if settings.stepped:  # of several parts, the one whose steps are planned logs the length of its gradients
+        entries = [one for one in entries if "gradient" in one]
+    times = list({one.get("step"): one.get("time") for one in entries}.values())
     done = len(times)
     left = None
     if done > 1 and planned > done:
