@@ -30,7 +30,7 @@ class Row:
 
 ROWS = [
     *(Row(name=f"ε = {e}", run=f"{e}", options={"epsilon": float(e)}) for e in (1, 3, 10)),
-    Row(name="… refined", run="10-refined", options={"epsilon": 10.0, "refine": "diffusion"}),
+    Row(name="refined", run="10-refined", options={"epsilon": 10.0, "refine": "diffusion"}),
 ]
 
 

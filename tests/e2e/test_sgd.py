@@ -21,6 +21,7 @@ from datalens.released.release import load_classifier
 from datalens.released.verification import check_release
 from datalens.run import folder
 from datalens.run.folder import Run
+from datalens.run.parked import unpark
 
 pytestmark = [pytest.mark.usefixtures("quickly"), pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -191,10 +192,10 @@ def test_a_damaged_file_of_parked_steps_is_not_guessed_at(content: str, stopped:
     parked = stopped / "parked.json"
     left = json.loads(parked.read_text())["left"]
     with contextlib.closing(Run.resume(stopped)) as run:
-        assert sgd._unpark(run) == left > 0 == sgd._unpark(run)  # once
+        assert unpark(run) == left > 0 == unpark(run)  # once
         parked.write_text(content)
         with pytest.raises(DatalensError, match="damaged"):
-            sgd._unpark(run)
+            unpark(run)
     assert parked.read_text() == content
 
 
@@ -207,7 +208,7 @@ def test_a_file_of_parked_steps_that_was_put_back_pays_for_nothing(
     def taken(**change: Any) -> int:
         parked.write_text(json.dumps({name: value for name, value in (old | change).items() if value is not None}))
         with contextlib.closing(Run.resume(stopped)) as run:
-            return sgd._unpark(run)
+            return unpark(run)
 
     assert taken() == taken(chain=None, charges=None) == old["left"]  # as version 0.1 wrote it
     for wrong in ({"left": charged(stopped) - 12}, {"left": -1}, {"left": "3"}, {"chain": "0" * 64}):

@@ -596,7 +596,7 @@ def test_the_report_rounds_the_same_way(tmp_path: Path, epsilon: float) -> None:
     budget = dataclasses.replace(BUDGET, epsilon=epsilon, delta=1.00049e-5)
     page = (build(tmp_path, budget=budget) / REPORT).read_text()
     text = " ".join(re.sub(r"<[^>]*>", "", page).split())
-    assert f" protection: ε = {epsilon:g} (δ = 1.00049e-05" in text
+    assert f"Budget, fixed before trainingε = {epsilon:g}δ = 1.00049e-05" in text
     assert "δ = 1e-05" not in text
     assert ("hardly tell" in text) == (epsilon <= 0.5)
     factor = re.search(r"a factor of at most eε = ([0-9.e+]+),", text)

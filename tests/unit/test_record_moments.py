@@ -431,6 +431,9 @@ class OneRun:
     def log(self, step: int, **values: float) -> None:
         pass
 
+    def preview(self, *given: object, **named: object) -> None:
+        pass
+
     def watched(self, what: str, total: int) -> AbstractContextManager[live.View]:
         return live.view(what, total, self.ledger)
 

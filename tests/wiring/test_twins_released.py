@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from datalens import driver
-from datalens.methods import dpmerf, gpate, gswgan, moments, noisy_critic, pategan, sgd
+from datalens.methods import dpmerf, gpate, gswgan, moments, noisy_critic, pategan, refined, sgd
 from datalens.plans.base import Method
 from datalens.private.pool import Pool
 from datalens.released.student import Student
@@ -91,7 +91,7 @@ def as_many_steps_as_there_are_records(patch: Patch) -> None:
 
 def watched(module: Any, gather: Any) -> Method:
     """The module's method, with another `gather`."""
-    return dataclasses.replace(module.MOMENTS if module is moments else module.METHOD, gather=gather)
+    return dataclasses.replace(module.DATALENS if module is refined else module.METHOD, gather=gather)
 
 
 # --- what the released side learns from -----------------------------------------------------------
@@ -146,7 +146,7 @@ def a_direction_of_the_largest_gradient(patch: Patch) -> None:
 @twin("datalens moments", "records")
 def a_floor_that_follows_the_true_count(patch: Patch) -> None:
     gather, counts = moments.gather, []
-    patch.setattr(moments, "MOMENTS", watched(moments, noting(gather, lambda found: counts.append(found.count))))
+    patch.setattr(refined, "DATALENS", watched(refined, noting(gather, lambda found: counts.append(found.count))))
     patch.setattr(moments, "smallest_class", lambda schema: float(counts[-1]))
 
 
