@@ -1,6 +1,7 @@
 """Rows of gradients as whole numbers: never longer than the bound, and exact sums in any order."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from datalens.bounded import whole_rows
-from datalens.bounded.whole_rows import GRID, MOST_TOGETHER, WholeRows, WholeSum
+from datalens.bounded.whole_rows import GRID, MOST_TOGETHER, WholeRows, WholeSum, _truncate
 
 CPU = torch.device("cpu")
 SIZE = 40_000  # several blocks of columns, and a part of one
@@ -188,3 +189,10 @@ def test_the_sum_for_the_gate() -> None:
     found = under_way.bounded(unit="person")
     assert (found.private_total.dtype, found.private_total.shape) == (torch.int64, (1, SIZE))
     assert (found.l2_bound, found.diameter, found.row_unit, found.queries) == (GRID, 2 * GRID, "person", 1)
+
+
+def test_rows_on_a_gpu_are_truncated_there() -> None:
+    """A stand-in for a tensor on a GPU: numpy cannot read such memory, so its own method is called."""
+    numbers = torch.tensor([1.7, -1.7])
+    _truncate(SimpleNamespace(is_cuda=True, trunc_=numbers.trunc_))  # type: ignore[arg-type]
+    assert numbers.tolist() == [1.0, -1.0]
