@@ -10,7 +10,7 @@ All are timed in one run, in turns, on one core, and the median is printed, in m
 | ours | the rows of a chunk, each brought to one length, and their exact sum |
 | opacus | per-sample gradients by Opacus, clipped and added, by hooks and by ghost clipping, in float32 |
 
-Also printed: how long it takes to draw an image, and the memory of the process.
+Also printed: the memory of the process.
 """
 
 import argparse

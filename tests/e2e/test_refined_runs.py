@@ -223,3 +223,10 @@ def test_from_python(tmp_path):
     synthetic = model.fit(digits.images / 16, digits.target).sample(40)
     assert synthetic.images.shape == (40, 8, 8, 1)
     assert model.certificate.settings["refine"] == "diffusion"
+
+
+def test_the_studio_counts_the_steps_of_the_second_stage(finished):
+    from datalens.studio.jobs import _progress
+
+    found = _progress(finished[0])
+    assert (found["steps"], found["planned"]) == (8, 8)  # moments log lines, too

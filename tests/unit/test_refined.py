@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from datalens.bounded.whole_rows import GRID, WholeRows, WholeSum
+from datalens.bounded import whole_rows
+from datalens.bounded.whole_rows import GRID, WholeSum
 from datalens.data.records import Dataset
 from datalens.data.schema import PERSON, Schema
 from datalens.errors import DatalensError
 from datalens.gradients.rows import RowEngine
 from datalens.methods import refined
-from datalens.methods.refined import CHUNK, Maker, RefinedRecords, RefinedSettings, Trainer
+from datalens.methods.refined import Maker, RefinedRecords, RefinedSettings, Trainer
 from datalens.options import TrainOptions
 from datalens.plans.base import Place
 from datalens.plans.registry import make_plan, read_settings
@@ -24,6 +25,7 @@ from datalens.privacy.dpsgd import GradientGate
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
 from datalens.private.moments import RecordRows
+from datalens.public import streams
 from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
 from datalens.released import denoiser
@@ -208,20 +210,28 @@ def test_images_of_all_sizes_go_through_the_network(shape: tuple[int, int, int])
     refined.check_places(settings, schema)
 
 
-def test_rows_that_are_not_cut_are_too_long(tmp_path: Path) -> None:
-    """The broken twins of the bound: gradients as they are, and cut only after they were added."""
+def test_a_row_that_is_not_measured_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin of the bound: a gradient that is taken for a short one. The same look as above finds it."""
     _, settings = planned()
-    one = trainer(settings, gathered(data_of(32), settings, tmp_path), tmp_path)
-    images, labels, keys = one._data.chosen(torch.arange(CHUNK), seed=0, step=0)
-    examples = one._make(images, labels, keys, stage="records", step=0)
-    raw = one._layout.rows(examples.losses, records=CHUNK).float()
-    uncut = raw * GRID / float(raw.norm(dim=1).mean())
-    assert float(uncut.norm(dim=1).max()) > GRID
-    late = raw.sum(dim=0) * GRID / float(raw.sum(dim=0).norm())
-    rest = raw[1:].sum(dim=0) * GRID / float(raw[1:].sum(dim=0).norm())
-    cut = WholeSum(WholeRows(softening=refined.SOFTENING), one._layout.size, device=CPU)
-    cut.add(raw[:1], torch.ones(1))
-    assert float(cut._total.norm()) <= GRID < float((late * CHUNK - rest * (CHUNK - 1)).norm())
+    data = data_of(20)
+    monkeypatch.setattr(whole_rows, "_squares", lambda part: torch.zeros(len(part), dtype=torch.float64))
+    moved = sum_of(settings, data, tmp_path) - sum_of(settings, without(data, [3]), tmp_path)
+    assert float(moved.norm()) > 2 * GRID
+
+
+def test_noise_by_place_changes_the_rows_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin of noise that follows from a hash of the record: the first look above finds it."""
+    _, settings = planned()
+    data, normal = data_of(20), streams.normal
+    monkeypatch.setattr(
+        refined.streams,
+        "normal",
+        lambda *path, teachers, count: normal(*path, teachers=torch.arange(len(teachers)), count=count),
+    )
+    moved = sum_of(settings, data, tmp_path) - sum_of(settings, without(data, [3]), tmp_path)
+    alone = sum_of(settings, without(data, [i for i in range(20) if i != 3]), tmp_path)
+    assert not torch.equal(moved, alone)
+    assert float(moved.norm()) > GRID
 
 
 def test_every_step_has_its_own_sample_and_its_own_noise(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ COUNT, EPOCHS = 20_000, 16  # numbers of synthetic images, and of epochs of the 
 # Numbers of seeds in full mode: of the main data sets at ε = 1 and 10, of the others, and of the printed algorithm,
 # which needs 4,000 convolutional teachers.
 SEEDS, FEWER, OF_PRINTED = 5, 3, 2
-OF_REFINED = {"Fashion-MNIST": 3, "MNIST": 1}  # a run takes a quarter of an hour on two cores
+OF_REFINED = {"Fashion-MNIST": 3, "MNIST": 1}  # a run takes half an hour of one core
 
 DATA = {
     "MNIST": "mnist",
