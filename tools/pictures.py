@@ -3,7 +3,8 @@
     python tools/pictures.py [--runs FOLDER]
 
 It trains with the default method on MNIST and Fashion-MNIST, about a minute a run on one core, half an hour if
-refined, unless FOLDER has the run already. Real images are of public test sets. A further row is one more line in `ROWS`.
+refined, unless FOLDER has the run already. Real images are of public test sets. A further row is one more line in
+`ROWS`.
 """
 
 import argparse
