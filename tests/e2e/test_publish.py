@@ -168,6 +168,19 @@ def test_killed_between_charge_and_journal_it_says_what_another_costs(
     assert again == found
 
 
+def test_what_an_earlier_version_began_is_kept_and_not_added_to(own: Path, datalens: Call) -> None:
+    """It released the table alone: the value is used again, and a further table would be priced with another noise."""
+    run, data = own / "run", own / "data.npz"
+    found = datalens("evaluate", run, "--data", data, *OPTIONS, "--json").succeeded().json
+    asked = run / "publication" / "asked.json"
+    kept = json.loads(asked.read_text(encoding="utf-8"))
+    del kept["queries"]
+    asked.write_text(json.dumps(kept), encoding="utf-8")
+    assert datalens("evaluate", run, "--data", data, *OPTIONS, "--json").succeeded().json == found
+    assert "leave --again out" in datalens("evaluate", run, "--data", data, *OPTIONS, "--again").refused()
+    assert charges(run) == 1
+
+
 def test_training_records_are_not_called_held_out(own: Path, datalens: Call) -> None:
     """Whoever says so is not believed where the training data are available."""
     run, data = own / "run", own / "mixed.npz"
@@ -238,7 +251,8 @@ def test_a_round_number_of_records_is_not_taken_for_theirs(own: Path, datalens: 
     found = datalens("evaluate", run, "--data", data, *options).succeeded().json
     table = np.array(found["table"])
     assert not found["asked"]["exact"] and not found["asked"]["read_off"]
-    assert found["figures"]["accuracy"] == pytest.approx(np.trace(table) / table.sum(), abs=1e-4)
+    right = (10 * found["counts"][0] + np.trace(table)) / 11
+    assert found["figures"]["accuracy"] == pytest.approx(right / sum(found["counts"]), abs=1e-4)
     assert datalens("verify", run, "--json").succeeded().json["ok"]
     assert "about 400 held-out records" in (run / "release" / "report.html").read_text(encoding="utf-8")
 
@@ -276,6 +290,12 @@ def test_forged_tables_and_ledgers_do_not_stand(own: Path, datalens: Call) -> No
     def table(c: dict[str, Any], release: Path) -> None:
         c["published_accuracy"]["table"][0][0] += 100
 
+    def counts(c: dict[str, Any], release: Path) -> None:
+        c["published_accuracy"]["counts"][0] += 100
+
+    def without_counts(c: dict[str, Any], release: Path) -> None:
+        del c["published_accuracy"]["counts"]
+
     def figures(c: dict[str, Any], release: Path) -> None:
         c["published_accuracy"]["figures"]["accuracy"] = 0.99
 
@@ -293,7 +313,7 @@ def test_forged_tables_and_ledgers_do_not_stand(own: Path, datalens: Call) -> No
         c["statement"] = c["statement"].split(" For a held-out")[0]
 
     assert not forged(lambda c, release: None)
-    for change in (table, figures, cheaper, silent, without_charge, unsaid):
+    for change in (table, counts, without_counts, figures, cheaper, silent, without_charge, unsaid):
         assert forged(change), change.__name__
 
 

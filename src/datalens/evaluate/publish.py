@@ -31,7 +31,7 @@ from datalens.private.answers import Classify, answers, ballots_of, in_both, uni
 from datalens.released import certificate as certificates
 from datalens.released import publication
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, expected
-from datalens.released.publication import CLASSIFIERS, FIELD, KEPT, PART, Asked
+from datalens.released.publication import CLASSIFIERS, FIELD, KEPT, PART, QUERIES, Asked, moved
 from datalens.released.release import load_classifier, sample, write_again
 from datalens.released.verification import check_release
 from datalens.run.folder import Run, read_config
@@ -86,21 +86,20 @@ def plan(
         relation: neighbouring relation of the run.
         exact: whether that number is exact; if not, it is estimated from the table, too.
     """
-    scale = scale_for(epsilon, 1 if relation == "add-remove" else 2)
-    noise, whole = expected(classes, records, scale=scale, exact=exact)
-    fields = {"held_out": records, "classes": classes, "epsilon": epsilon, "noise": noise, "half_width": whole}
+    half = expected(classes, records, scale=scale_for(epsilon, moved(relation, classes)), exact=exact)
+    fields = {"held_out": records, "classes": classes, "epsilon": epsilon, "noise": half.noise, "sample": half.sample}
     text = (
         f"{'' if exact else 'about '}{records} held-out records, {classes} classes, ε = {epsilon:g}: an accuracy near "
-        f"80 % gets an interval of "
-        f"± {100 * whole:.1f} points, of which the noise alone makes ± {100 * noise:.1f} (95 %)"
+        f"80 % gets an interval of ± {100 * half.both:.1f} points (95 %). The noise alone makes "
+        f"± {100 * half.noise:.1f} of that, and the chance of which records are held out ± {100 * half.sample:.1f}"
     )
     if not exact:
         text += (
-            ". Their number is estimated from the table: without --held-out it is published, and the interval smaller"
+            ". Their number is estimated from the counts: without --held-out it is published, and the interval smaller"
         )
-    if whole > USEFUL:
+    if half.both > USEFUL:
         text += "; that is of little use: hold out more records, or raise --epsilon"
-    return {**fields, "useful": whole <= USEFUL}, [text]
+    return {**fields, "half_width": half.both, "useful": half.both <= USEFUL}, [text]
 
 
 def command(
@@ -152,16 +151,16 @@ def command(
     return publish(path, held_out(), wish, device=choose_device(options.device))
 
 
-def scale_for(epsilon: float, moved: int) -> float:
-    """Return the scale of the noise with which a table of counts costs this ε.
+def scale_for(epsilon: float, counts: int) -> float:
+    """Return the scale of the noise with which counts cost this ε, of which a neighbour moves so many, by one each.
 
     Raises:
         DatalensError: ε is out of range.
     """
-    scale = moved / epsilon if epsilon > 0 else math.inf
+    scale = counts / epsilon if epsilon > 0 else math.inf
     if not LEAST_SCALE <= scale <= MOST_SCALE:
         raise DatalensError(
-            f"--epsilon of a published accuracy must be from {moved / MOST_SCALE:g} to {moved / LEAST_SCALE:g}, not "
+            f"--epsilon of a published accuracy must be from {counts / MOST_SCALE:g} to {counts / LEAST_SCALE:g}, not "
             f"{epsilon:g}"
         )
     return scale
@@ -193,8 +192,8 @@ def publish(
         check_run(run)
         check_held_out(run, held_out)
         folder = _begin(run, held_out, wish)
-        table = _table(run, folder, held_out, device)
-        kept = {"weights": weights_hash(path / "release"), "folder": folder.name, "table": table}
+        kept = {"weights": weights_hash(path / "release"), "folder": folder.name}
+        kept |= _table(run, folder, held_out, device)
         kept["asked"] = json.loads((folder / ASKED).read_text(encoding="utf-8"))["asked"]
         write_atomically(path / KEPT, json.dumps(kept).encode(), private=True)
         signed = (path / "release" / certificates.SIGNATURE).exists()
@@ -254,6 +253,11 @@ def _begin(run: Run, held_out: Dataset, wish: Wish) -> Path:
             "command with these"
         )
     events, found = state(last, step=asked["step"])
+    if asked.get("queries") != QUERIES and (wish.again or not found):
+        raise DatalensError(
+            f"{last} was begun by an earlier version of datalens, which released the table alone; costs of the two "
+            "kinds cannot be added up: " + ("leave --again out" if found else "finish it with that version")
+        )
     if wish.again and len(events) == len(begun):
         return _create(run, run.path / f"{FOLDER}-{len(begun) + 1}", held_out, wish, earlier=events)
     cost = f"held-out records pay another ε = {wish.epsilon:g}, {wish.epsilon * (len(begun) + 1):g} in all"
@@ -274,8 +278,8 @@ def _begin(run: Run, held_out: Dataset, wish: Wish) -> Path:
 def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: tuple[LaplaceEvent, ...]) -> Path:
     """Write the folder of a publication, with its reservation, completely beside its place; then move it there."""
     tables, relation = len(earlier) + 1, run.ledger.budget.relation
-    moved = publication.moved_by(run.ledger.budget, run.schema)
-    scale = scale_for(wish.epsilon, moved)
+    moves = moved(relation, len(run.schema.classes))
+    scale = scale_for(wish.epsilon, moves)
     asked = _asked(run, held_out, wish)
     budget = Budget(epsilon=tables * wish.epsilon, delta=wish.delta, relation=relation, accountant="exact")
     draft = run.path / f".{folder.name}.new"
@@ -290,10 +294,10 @@ def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: t
         ledger.close()
         event = LaplaceEvent(
             row_unit="person" if run.schema.by_person else "record",
-            moved=moved,
+            moved=moves,
             relation=relation,
             scale=scale,
-            queries=1,
+            queries=QUERIES,
             step=tables - 1,
             noise="operating-system",
             part=PART,
@@ -304,6 +308,7 @@ def _create(run: Run, folder: Path, held_out: Dataset, wish: Wish, *, earlier: t
             "delta": wish.delta,
             "scale": scale,
             "step": tables - 1,
+            "queries": QUERIES,
             "weights": weights_hash(run.path / "release"),
             "budget": _named(wish),
             "asked": vars(asked),
@@ -340,15 +345,17 @@ def _named(wish: Wish) -> str | None:
     return None if wish.budget is None else str(wish.budget.resolve())
 
 
-def _table(run: Run, folder: Path, held_out: Dataset, device: torch.device | str) -> list[list[int]]:
-    """Return the noisy table of a publication, classes by classes."""
+def _table(run: Run, folder: Path, held_out: Dataset, device: torch.device | str) -> dict[str, Any]:
+    """Return the noisy table of a publication, classes by classes, and the two counts beside it."""
     kept = json.loads((folder / ASKED).read_text(encoding="utf-8"))
     classes = len(run.schema.classes)
 
     def votes() -> VoteCounts:
         return answers(held_out, classifier_of(run.path / "release", run.settings, Asked(**kept["asked"]), device))
 
-    return table_of(folder, votes, scale=kept["scale"], step=kept["step"]).reshape(classes, classes).tolist()
+    cells, *beside = table_of(folder, votes, scale=kept["scale"], step=kept["step"])
+    table = {"table": cells.reshape(classes, classes).tolist()}
+    return table | {"counts": beside[0][:2].tolist()} if beside else table  # an earlier version released it alone
 
 
 def classifier_of(release: Path, settings: Settings, asked: Asked, device: torch.device | str) -> Classify:

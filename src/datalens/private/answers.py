@@ -1,4 +1,11 @@
-"""A classifier's answers on held-out records, as ballots: a record chooses the cell (true class, guessed class).
+"""A classifier's answers on held-out records, as ballots on two questions.
+
+| question | a record chooses |
+|---|---|
+| the table | the cell (true class, guessed class) |
+| the counts | right, or wrong |
+
+The second repeats what the first says. It is asked since a sum of all the table's right cells has the noise of each.
 
 One privacy unit casts one ballot. A person with several images casts that of one image, which is chosen by a hash of
 the images alone. Each image is classified by itself, so a ballot is a function of one unit and of the classifier,
@@ -22,7 +29,9 @@ Classify = Callable[[np.ndarray], int]  # one image, uint8 [h, w, c] → the num
 
 
 def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
-    """Return the table of answers, classes × classes in one row: each unit adds one to one cell.
+    """Return the answers, [2, classes²]: each unit adds one to one cell of the table, and one to one of two counts.
+
+    Row 0 is the table. Row 1 begins with the counts of right and of wrong answers; the rest of it is zero.
 
     Args:
         held_out: the records.
@@ -33,12 +42,13 @@ def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
     """
     schema, classes = held_out.schema, len(held_out.schema.classes)
     chosen = ballots_of(held_out)
-    cells = np.empty(len(chosen), dtype=np.int64)
+    choices = np.empty((len(chosen), 2), dtype=np.int64)
     with bar("held-out images", len(chosen), private=True) as (progress, task):
         for number, index in enumerate(chosen):
-            cells[number] = int(held_out.labels[index]) * classes + classify(held_out.images[index])
+            label, guess = int(held_out.labels[index]), classify(held_out.images[index])
+            choices[number] = label * classes + guess, label != guess
             progress.advance(task)
-    ballots = Ballots(teachers=torch.from_numpy(chosen), choices=torch.from_numpy(cells).unsqueeze(1))
+    ballots = Ballots(teachers=torch.from_numpy(chosen), choices=torch.from_numpy(choices))
     return count_ballots([ballots], answers=classes**2, row_unit="person" if schema.by_person else "record")
 
 

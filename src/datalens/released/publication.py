@@ -1,5 +1,8 @@
 """The published accuracy of a release: a noisy table of answers on held-out records, as the certificate states it.
 
+Beside the table stand the counts of right and of wrong answers, which are released and paid with it. Earlier versions
+released the table alone (`counts` is None); what they published still stands.
+
 The table has a ledger of its own (`accuracy-ledger.jsonl` in the release), since it is paid for by other records than
 those that were trained on, and after the run's budget was fixed. docs/privacy.md has the argument.
 """
@@ -18,6 +21,7 @@ from datalens.progress import counted
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, Figures, figures
 
 PART = "published-accuracy"  # the part that its charges name
+QUERIES = 2  # the table, and the two counts: what a record answers in one release
 FIELD, LEDGER = "published_accuracy", "accuracy-ledger.jsonl"
 KEPT = "publication.json"  # in the run folder: what `publication_of` reads
 ROUNDING = 2e-4  # how far figures may differ that other versions of the libraries compute
@@ -76,12 +80,13 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """A published table: its facts, its charges and its noisy counts."""
+    """A published table: its facts, its charges, its noisy cells, and the counts beside it if it has any."""
 
     asked: Asked
     budget: Budget  # of its own ledger: what a held-out record pays
     events: tuple[Event, ...]
     table: tuple[tuple[int, ...], ...]
+    counts: tuple[int, int] | None = None  # of right and of wrong answers
 
     @property
     def scale(self) -> float:
@@ -92,7 +97,8 @@ class Publication:
 
     def figures(self) -> Figures:
         """Return accuracy, baseline and accuracy by class, with intervals."""
-        return figures(self.table, scale=self.scale, records=self.asked.held_out, exact=self.asked.exact)
+        asked = self.asked
+        return figures(self.table, scale=self.scale, records=asked.held_out, exact=asked.exact, counts=self.counts)
 
     def paid(self, training: Budget) -> list[list[Any]]:
         """Return who pays what: pairs (ε, δ) for a record in each position.
@@ -139,6 +145,7 @@ class Publication:
             "asked": vars(asked).copy(),
             "answered_by": asked.described(),
             "table": [list(row) for row in self.table],
+            **({} if self.counts is None else {"counts": list(self.counts)}),
             "figures": self.figures().as_dict(),
         }
 
@@ -159,16 +166,20 @@ def read(fields: object, budget: Budget, events: tuple[Event, ...], schema: Sche
         if not isinstance(fields, dict):
             raise TypeError
         table = tuple(tuple(row) for row in fields["table"])
+        counts = tuple(fields["counts"]) if "counts" in fields else None
         asked = Asked(**fields["asked"])
     except (KeyError, TypeError) as error:
         raise TamperedError("the published accuracy cannot be read") from error
     classes = len(schema.classes)
     square = len(table) == classes and all(len(row) == classes for row in table)
-    if not square or not all(type(cell) is int and abs(cell) < 2**53 for row in table for cell in row):
+    whole = all(type(cell) is int and abs(cell) < 2**53 for row in (*table, counts or ()) for cell in row)
+    if not square or not whole:
         raise TamperedError("the published table is no table of whole numbers, classes by classes")
     if not events or not all(isinstance(e, LaplaceEvent) and LEAST_SCALE <= e.scale <= MOST_SCALE for e in events):
         raise TamperedError("the accuracy ledger has no charge for a table of counts, or other charges")
-    return Publication(asked=asked, budget=budget, events=events, table=table)
+    if counts is not None and len(counts) != 2:
+        raise TamperedError("the counts beside the published table are not two: of right and of wrong answers")
+    return Publication(asked=asked, budget=budget, events=events, table=table, counts=counts)
 
 
 def problems(stated: dict[str, Any], publication: Publication, training: Budget, schema: Schema) -> list[str]:
@@ -182,11 +193,12 @@ def problems(stated: dict[str, Any], publication: Publication, training: Budget,
     """
     budget, events, wrong = publication.budget, publication.events, []
     unit = "person" if schema.by_person else "record"
-    moved = moved_by(training, schema)
+    queries = 1 if publication.counts is None else QUERIES
+    moves = moved(training.relation, len(schema.classes), queries=queries)
     for number, event in enumerate(events):
         assert isinstance(event, LaplaceEvent)
         facts = (event.part, event.step, event.queries, event.row_unit, event.moved, event.relation, event.noise)
-        if facts != (PART, number, 1, unit, moved, training.relation, "operating-system"):
+        if facts != (PART, number, queries, unit, moves, training.relation, "operating-system"):
             wrong.append("the accuracy ledger was charged for something else than a table of answers")
             break
     paid = sum(event.loss * event.moved for event in events if isinstance(event, LaplaceEvent))
@@ -209,9 +221,18 @@ def problems(stated: dict[str, Any], publication: Publication, training: Budget,
     ]
 
 
-def moved_by(budget: Budget, schema: Schema) -> int:
-    """Return how many cells of the table differ between neighbours, by one each."""
-    return 1 if budget.relation == "add-remove" else min(2, len(schema.classes) ** 2)
+def moved(relation: str, classes: int, *, queries: int = QUERIES) -> int:
+    """Return how many released counts differ between neighbours, by one each.
+
+    A record adds one to one count of each query. So one that is present or absent moves one per query, and one that is
+    replaced two, if there are as many.
+
+    Args:
+        relation: The neighbouring relation.
+        classes: Number of classes.
+        queries: The table alone, or the counts, too.
+    """
+    return queries if relation == "add-remove" else min(2, classes**2) * queries
 
 
 def alike(one: object, other: object, *, within: float) -> bool:
@@ -261,9 +282,13 @@ def said(fields: dict[str, Any]) -> list[str]:
     f = figures_of(fields)
     units = "persons" if fields["privacy_unit"] == f"one {PERSON}" else "records"
     terms = Budget(**fields["budget"], relation=fields["relation"], accountant=fields["accountant"])
+    of_it = "with the noise and the chance of the sample"
+    if f.sample is not None:
+        of_it = f"of which the noise alone makes ± {f.noise:.4f}, and the chance of which {units} are held out "
+        of_it += f"± {f.sample:.4f}"
     return [
-        f"published accuracy {f.accuracy:.4f} (95 %: {f.low:.4f} to {f.high:.4f}, with the noise and the chance of the "
-        f"sample) on {number_of(fields)} held-out {units}, by {fields['answered_by']}",
+        f"published accuracy {f.accuracy:.4f} (95 %: {f.low:.4f} to {f.high:.4f}, {of_it}) on {number_of(fields)} "
+        f"held-out {units}, by {fields['answered_by']}",
         f"always guessing the largest class: {f.majority:.4f} (noise: {f.majority_low:.4f} to {f.majority_high:.4f})",
         f"verdict: {f.verdict}",
         f"covered: each of these {units} pays {terms.describe(terms.epsilon)}",

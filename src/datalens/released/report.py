@@ -216,6 +216,9 @@ def published_accuracy(c: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "accuracy": percent(found["accuracy"]),
         "interval": f"{percent(found['low'])} to {percent(found['high'])}",
+        "parts": None
+        if "sample" not in found
+        else f"noise alone: ± {100 * found['noise']:.1f} points; sample alone: ± {100 * found['sample']:.1f}",
         "majority": percent(found["majority"]),
         "verdict": figures_of(fields).verdict,
         "by": fields["answered_by"],

@@ -36,11 +36,11 @@ def state(folder: Path, *, step: int) -> tuple[tuple[LaplaceEvent, ...], bool]:
 
 
 def table_of(folder: Path, votes: Callable[[], VoteCounts], *, scale: float, step: int) -> np.ndarray:
-    """Return the noisy table: the journaled value, or one that is made, charged and journaled now.
+    """Return the noisy answers: the journaled value, or one that is made, charged and journaled now.
 
     Args:
         folder: of the publication.
-        votes: computes the table; called for a new value only.
+        votes: counts the answers; called for a new value only.
         scale: of the noise.
         step: number of the table among all that were charged.
     """
