@@ -83,6 +83,13 @@ def test_peers_as_published_are_runs_of_the_command(tmp_path: Path, monkeypatch:
     full = {cell.column: cell.options for cell in projection.cells(True) if cell.options}
     assert full[projection.PRINTED_NOISE]["epsilon"] == 347.0 and math.isinf(full[projection.NO_NOISE]["epsilon"])
     assert full[projection.PRINTED_NOISE]["steps"] == 200  # blocks of 100
+    for count, options in projection.FEWER_CRITICS.items():
+        settings = settings_of(
+            next(c for c in projection.cells(True) if c.column == f"GS-WGAN, {count} discriminators, no noise")
+        )
+        assert (settings.teachers, settings.teacher_rate, settings.steps) == (count, options["teacher_rate"], 200)
+    with pytest.raises(DatalensError, match="--student-rate must be between 0 and 1"):
+        make_plan(TrainOptions(out=tmp_path, data="mnist", method="gswgan", student_rate=2.0), formats.schema("mnist"))
 
 
 def test_accuracy_by_step_is_of_beginnings_of_one_run(tmp_path: Path) -> None:

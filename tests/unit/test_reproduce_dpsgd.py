@@ -34,7 +34,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dpsgd.Setting, int]
 
     monkeypatch.setattr(dpsgd_runs, "run", run)
     monkeypatch.setattr(dpsgd, "load", lambda *_: None)
-    monkeypatch.setattr(dpsgd.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(dpsgd, "_cores", lambda: 1)
     # Prices take seconds, and are tested elsewhere.
     monkeypatch.setattr(
         dpsgd.Setting,
@@ -157,8 +157,27 @@ def test_the_rule_of_the_command_needs_no_search(pretended: list[Any], tmp_path:
         (0.3, 2048, 12.0, 270, True, False)
     }
     assert [seed for _, seed in pretended] == [0, 1]
+    pretended.clear()
+    harness.reproduce("table8", only="cifar10-eps0.3-norm0.6", **how)
+    assert {(s.clip, s.batch, s.rate, s.steps, s.held_out) for s, _ in pretended} == {(1.0, 1024, 0.2, 600, False)}
     with pytest.raises(DatalensError, match="leave it out for table1"):
         harness.reproduce("table1", full=False, out=tmp_path, device="cpu", rule=True)
+
+
+def test_a_stale_training_is_not_shown_where_there_is_a_current_one(
+    pretended: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the stale one has more seeds."""
+    how: dict[str, Any] = {"full": True, "out": tmp_path, "device": "cpu", "only": "cifar10-eps0.3-norm0.6"}
+    harness.reproduce("table8", seeds=3, rule=True, **how)
+    monkeypatch.setattr(dpsgd, "version", lambda: 99)
+    monkeypatch.setattr(dpsgd_runs, "version", lambda: 99)
+    monkeypatch.setitem(dpsgd.RULE, "cifar10", (1.0, 1024, 0.8))
+    harness.reproduce("table8", seeds=2, rule=True, **how)
+    (tmp_path / "dpsgd.jsonl").write_bytes((tmp_path / "dpsgd-full" / "cells.jsonl").read_bytes())
+    shown = harness.reproduce("table8", full=True, out=tmp_path / "out", device="cpu", stored=tmp_path)["rows"]
+    (row,) = [row for row in shown if row["ours"] is not None]
+    assert (row["rate"], row["seeds"], row["marks"]) == (0.8, 2, [])
 
 
 def test_dpdl_is_plain_dp_sgd_at_another_price(pretended: list[Any], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Reproduce:
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10)")] = None
     """Number of seeds of each training of tables 8 to 11 and figure3."""
     rule: bool = False
-    """Tables 8 to 11 and figure3: train MNIST by the default rule of `datalens sgd`, instead of searching settings."""
+    """Tables 8 to 11, figure3: one setting for a data set (MNIST: default of `datalens sgd`), instead of a search."""
     small: bool = False
     """dpimagebench: score by our small network in place of its three, which need a GPU."""
     out: Path = Path("runs/reproduce")

@@ -50,6 +50,14 @@ class Options:
     """Number of records, and of generated images, in a step."""
     clip: Number = None
     """Clipping norm of the gradient of a generated image."""
+    trained: WholeNumber = None
+    """Number of discriminators that learn in a step, taking turns."""
+    warm_steps: WholeNumber = None
+    """Number of steps of every discriminator before the first step of the generator."""
+    teacher_rate: Number = None
+    """Learning rate of the discriminators."""
+    student_rate: Number = None
+    """Learning rate of the generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,8 @@ class GswganSettings(StepSettings):
     def check(self, schema: Schema) -> None:
         if self.batch < 2:
             raise DatalensError("--batch must be at least 2: the generator's batch norm needs two images")
+        if not (0 < self.teacher_rate < 1 and 0 < self.rate < 1):
+            raise DatalensError("--teacher-rate and --student-rate must be between 0 and 1")
         if not 0 < self.clip < 1e6:
             raise DatalensError(f"--clip must be above 0, and finite, not {self.clip:g}")
         if self.teachers > schema.nominal_size:
@@ -157,7 +167,8 @@ def plan(request: Request, schema: Schema, budget: Budget) -> GswganSettings:
             "warm_steps": 10,
         }
         values |= {"trained": 2, "width": 8, "slim": 4, "teacher_rate": 1e-3, "rate": 1e-3}
-    values |= asked(request.options, "teachers", "steps", "batch", "clip")
+    values |= asked(request.options, "teachers", "steps", "batch", "clip", "trained", "warm_steps", "teacher_rate")
+    values |= {"rate": rate for rate in asked(request.options, "student_rate").values()}
     values["trained"] = min(values["trained"], values["teachers"])
     settings = {**common(request), **values}
     GswganSettings(**settings, sigma=0.0).check(schema)

@@ -107,12 +107,12 @@ def accuracy(
 
     assert cell.options is not None
     data = cell.options["data"]
-    real = formats.load_some(data, most=scoring.count, folder=data_folder)
+    real = formats.load_some(data, most=scoring.count, folder=data_folder) if scoring.ceiling else None
     test = formats.load(data, "test", folder=data_folder)
     score = evaluate(
         synthetic,
-        real.images,
-        real.labels,
+        real.images if real else None,
+        real.labels if real else None,
         test.images[: scoring.test],
         test.labels[: scoring.test],
         seeds=scoring.seeds,
@@ -134,6 +134,7 @@ class Scoring:
     seeds: int
     classifier: "ClassifierName" = "paper"
     test: int | None = None  # number of real test images, the first ones; None: all
+    ceiling: bool = True  # also train the classifier on as many real images
     measure: Callable[..., dict[str, Any]] = accuracy  # its result is added to the cell; arguments as of `accuracy`
 
 

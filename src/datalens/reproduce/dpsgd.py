@@ -143,7 +143,8 @@ _OWN: dict[str, tuple[tuple[float, int, tuple[float, ...], int], ...]] = {
     "mnist": ((0.3, 2048, (6.0, 12.0), 900), (8.0, 4096, (0.6,), 600)),
     "cifar10": ((1.0, 1024, (0.05, 0.2, 0.8), 1500),),
 }
-RULE = (0.3, 2048, 12.0)  # of the grid: clip, batch and rate of `datalens sgd` unless they are chosen
+# Of the grid, with --rule: clip, batch and rate. MNIST: those of `datalens sgd` unless they are chosen.
+RULE = {"mnist": (0.3, 2048, 12.0), "cifar10": (1.0, 1024, 0.2)}
 
 
 def _own_steps(data: str, epsilon: float, at_one: int) -> int:
@@ -163,8 +164,8 @@ def candidates(data: str, epsilon: float, k: float, selector: str, mode: "Mode")
         for c, b, rates, steps in _OWN[data]
         for r in rates
     ]
-    if mode.rule and data == "mnist":
-        return [next(s for s in ours if (s.clip, s.batch, s.rate) == RULE)]
+    if mode.rule:
+        return [next(s for s in ours if (s.clip, s.batch, s.rate) == RULE[data])]
     return ours + printed(data, epsilon, k, selector)
 
 
@@ -181,7 +182,7 @@ class Mode:
     fixed: dict[str, dict[str, Any]]
     records: dict[str, int | None]
     only: str = "*"  # pattern of the names of cells to train; of the others, kept trainings are shown
-    rule: bool = False  # MNIST by the default rule of `datalens sgd`, without a search
+    rule: bool = False  # one setting for a data set (`RULE`), without a search
 
     @classmethod
     def of(cls, full: bool) -> "Mode":
@@ -246,16 +247,17 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
     if not lab.trains:
         kept = lab.all((s, seed) for settings in choices.values() for s in settings for seed in mode.seeds)
 
-    def score(s: Setting) -> tuple[bool, int, float]:
+    def score(s: Setting) -> tuple[bool, bool, int, float]:
         """Return the rank of a setting: its accuracy on records held out of training, not on the test set.
 
-        Among kept trainings, the setting of ours with most seeds comes first.
+        Among kept trainings, the setting of ours with most seeds comes first, and stale trainings come last.
         """
         held_out = replace(s, held_out=True)
         accuracies = [tried[held_out, seed]["averaged"] for seed in _SEARCH_SEEDS if (held_out, seed) in tried]
         seeds = sum(key[0] == s for key in kept)
         ours = s not in printed(s.data, s.epsilon, s.k, "dim" if s.selector == "dim" else "norm")
-        return seeds > 0, seeds * ours, statistics.mean(accuracies) if accuracies else 0.0
+        current = any(run.get("method_version") == version() for (other, _), run in kept.items() if other == s)
+        return seeds > 0, current, seeds * ours, statistics.mean(accuracies) if accuracies else 0.0
 
     best = {cell: max(settings, key=score) for cell, settings in choices.items() if settings}
     done = kept or lab.all((s, seed) for s in best.values() for seed in mode.seeds)
@@ -364,7 +366,7 @@ def table8(lab: Lab, mode: Mode) -> list[Line]:
     cells: list[Cell] = [
         (data, e, k, "norm", "prv") for data in ("mnist", "cifar10") for e in mode.epsilons(data) for k in mode.ks
     ]
-    theirs, ours = as_printed(lab, mode, cells), figures(lab, mode, cells)
+    ours, theirs = figures(lab, mode, cells), as_printed(lab, mode, cells)
     return [
         _line(_title(c[0], c[1]), _method(c[2]), TABLE8.get(c[:2], {}).get(c[2]), ours[c], theirs.get(c)) for c in cells
     ]
@@ -482,7 +484,7 @@ def reproduce(
             raise DatalensError(f"{place} has no trainings of {name}: name another folder, or leave --from out")
     else:
         where = str(choose_device(device))
-        cores = os.cpu_count() or 1
+        cores = _cores()
         workers = max(1, min(8, cores // 2)) if where.startswith("cuda") else min(2, cores)
         if name != "table11" or full:
             wanted = {cell[0] for cell in cells_of(mode) if fnmatch.fnmatch(name_of(cell), mode.only)}
@@ -494,6 +496,11 @@ def reproduce(
         content={"note": note(full), "rows": lines},
         draw=partial(_plot, name, lines) if any(line["ours"] is not None for line in lines) else None,
     )  # fmt: skip
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- the output -----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def reproduce(
         again: run stale cells again (see `cells.stale`); otherwise they are shown, and marked.
         seeds: number of seeds of a training with DP-SGD; the default is all.
         small: score dpimagebench by our small network in place of its three.
-        rule: train MNIST with DP-SGD by the default rule of `datalens sgd`, without a search for settings.
+        rule: train DP-SGD with one setting for a data set, on MNIST the default of `datalens sgd`, without a search.
 
     Returns:
         The paths of the output, and its rows.
