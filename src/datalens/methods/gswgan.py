@@ -168,7 +168,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> GswganSettings:
         }
         values |= {"trained": 2, "width": 8, "slim": 4, "teacher_rate": 1e-3, "rate": 1e-3}
     values |= asked(request.options, "teachers", "steps", "batch", "clip", "trained", "warm_steps", "teacher_rate")
-    values |= {"rate": rate for rate in asked(request.options, "student_rate").values()}
+    values["rate"] = asked(request.options, "student_rate").get("student_rate", values["rate"])
     values["trained"] = min(values["trained"], values["teachers"])
     settings = {**common(request), **values}
     GswganSettings(**settings, sigma=0.0).check(schema)
