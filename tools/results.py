@@ -32,18 +32,16 @@ small, labelled version of everything but the rows of CelebA and Places365 (17 m
 it had four tables less). Accuracies, scores and distances are measured on real data: not covered by ε. No setting was
 chosen on test data.
 
-Elsewhere: what our default reaches, and how, in [utility.md](utility.md); DP-SGD (tables 8 to 11, figure 3) in
-[dpsgd.md](dpsgd.md); seconds per epoch (table 6, running time) in [benchmarks.md](benchmarks.md); Theorem 6 in
+Elsewhere: what our default reaches, and how, in [utility.md](utility.md); what was found about DP-SGD (tables 8 to 11,
+figure 3) in [dpsgd.md](dpsgd.md); what makes an epoch fast in [benchmarks.md](benchmarks.md); Theorem 6 in
 [theory.md](theory.md).
 """
 
 
 def page() -> str:
-    sections = [HEAD, short()]
-    for name, table in harness.tables().items():
-        sections.append(section(name, table))
-    sections.append(figure2())
-    return "\n".join(sections)
+    tables = harness.tables()
+    names = [name for name in harness.listing() if name != "theory"]  # Theorem 6 has a page of its own
+    return "\n".join([HEAD, short(), *(section(n, tables[n]) if n in tables else other(n) for n in names)])
 
 
 def short() -> str:
@@ -92,13 +90,18 @@ def missing(left: Counter[str]) -> list[str]:
     return [f"{count}{said.get(why, ' others')}" for why, count in sorted(left.items(), reverse=True)]
 
 
-def figure2() -> str:
+def other(name: str) -> str:
+    """Return the section of a table or figure that is not made of such cells: as `reproduce --from` writes it."""
     with tempfile.TemporaryDirectory() as out:
         how: dict[str, Any] = {"full": True, "out": Path(out), "device": "cpu", "stored": RESULTS}
-        made = Path(harness.reproduce("figure2", **how)["markdown"]).read_text(encoding="utf-8")
-    body = made.replace("\n## ", "\n### ").split("\n", 1)[1]
-    picture = "\n![Figure 2](results/figure2.png)\n" if (RESULTS / "figure2.png").exists() else ""
-    return f"## {harness.listing()['figure2']}\n\n`datalens reproduce figure2 --full`\n{body}{picture}"
+        made = Path(harness.reproduce(name, **how)["markdown"]).read_text(encoding="utf-8")
+    title, body = harness.listing()[name], made.replace("\n## ", "\n### ").split("\n", 1)[1]
+    if name == "figure3":  # its rows are those of Table 8, and one curve more
+        body = body.split("\n| row |")[0] + "\nIts points are the rows of Table 8; DPDL is GM-DP at another price.\n"
+    picture = f"\n![{title}](results/{name}.png)\n" if (RESULTS / f"{name}.png").exists() else ""
+    remarks = RESULTS / f"{name}.md"
+    said = f"\n{remarks.read_text(encoding='utf-8')}" if remarks.exists() else ""
+    return f"## {title}\n\n`datalens reproduce {name} --full`\n{body}{picture}{said}"
 
 
 def plots() -> None:
