@@ -87,7 +87,7 @@ def test_peers_as_published_are_runs_of_the_command(tmp_path: Path, monkeypatch:
         settings = settings_of(
             next(c for c in projection.cells(True) if c.column == f"GS-WGAN, {count} discriminators, no noise")
         )
-        assert (settings.teachers, settings.teacher_rate, settings.steps) == (count, options["teacher_rate"], 200)
+        assert (settings.teachers, settings.teacher_rate, settings.steps) == (count, options["teacher_rate"], 100)
     with pytest.raises(DatalensError, match="--student-rate must be between 0 and 1"):
         make_plan(TrainOptions(out=tmp_path, data="mnist", method="gswgan", student_rate=2.0), formats.schema("mnist"))
 
