@@ -127,6 +127,12 @@ def test_beta_stays_when_the_number_of_teachers_changes() -> None:
     for cell in table4.cells(True):
         if "teachers=" in cell.column and "cosines" not in cell.column:
             assert settings_of(cell).beta == table4.USUAL[cell.row]["beta"]
+    for table, count in ((table4, 13), (table5, 2)):
+        again = [cell for cell in table.cells(True) if cell.options and cell.options.get("seed") == 1]
+        for row in ("MNIST", "Fashion-MNIST"):
+            mine = [cell for cell in again if cell.row == row]
+            assert len(mine) == len({cell.run_name for cell in mine}) == count
+            assert all(cell.paper is None and cell.column.endswith(", second run") for cell in mine)
     for cell in (*table4.cells(True), *table5.cells(True)):
         made = settings_of(cell)
         assert made.decode != "threshold" or made.beta <= 1

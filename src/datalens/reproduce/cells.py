@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,15 @@ class Cell:
         """Return the version of the method that would make its run today."""
         assert self.options is not None
         return version_of(TrainOptions(out=Path(), **self.options))
+
+
+def second_runs(cells: list[Cell]) -> list[Cell]:
+    """Return a cell with another seed for every distinct run of these cells, to show how far two runs differ."""
+    distinct = {cell.run_name: cell for cell in reversed(cells) if cell.options is not None}
+    return [
+        replace(cell, column=f"{cell.column}, second run", paper=None, options=(cell.options or {}) | {"seed": 1})
+        for cell in reversed(distinct.values())
+    ]
 
 
 # --- running a cell -------------------------------------------------------------------------------------------------
