@@ -93,9 +93,10 @@ def sum_of(settings: RefinedSettings, data: Dataset, tmp_path: Path, *, schema: 
 # --- what one record, or person, adds ---------------------------------------------------------------------------------
 
 
-def test_a_record_that_goes_takes_its_own_row_with_it_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [1, 4])
+def test_a_record_that_goes_takes_its_own_row_with_it_and_nothing_else(tmp_path: Path, copies: int) -> None:
     """So every other record's row is the same to the last bit, though each of them has another place."""
-    _, settings = planned()
+    _, settings = planned(refine_copies=copies)
     data = data_of(45)
     whole = sum_of(settings, data, tmp_path)
     for gone in (0, 17, 44):
@@ -116,6 +117,44 @@ def test_the_sum_does_not_depend_on_the_order_of_records_or_on_threads(tmp_path:
         assert torch.equal(sum_of(settings, turned, tmp_path), whole)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_row_is_the_mean_of_the_gradients_of_a_records_copies(tmp_path: Path) -> None:
+    """The broken twin: a row for each copy, which is as if the record were there several times."""
+    one, four = planned()[1], planned(refine_copies=4)[1]
+    data = data_of(1)
+    row = sum_of(four, data, tmp_path)
+    assert 0.9 * GRID < float(row.norm()) <= GRID
+    assert not torch.equal(row, sum_of(one, data, tmp_path))
+    assert float(sum(sum_of(one, data, tmp_path) for _ in range(4)).norm()) > 2 * GRID
+
+
+def test_copies_have_noise_levels_from_all_parts_of_the_distribution() -> None:
+    """The broken twin: levels drawn as for one copy, which leave parts of the distribution out."""
+    normal = torch.randn(500, 4, generator=torch.Generator().manual_seed(0))
+    quarters = torch.special.ndtr(refined._spread(normal)).mul(4).floor()
+    assert torch.equal(quarters, torch.arange(4.0).expand(500, 4))
+    assert not torch.equal(torch.special.ndtr(normal).mul(4).floor().sort(dim=1).values, quarters)
+    assert 0.95 < float(refined._spread(normal).std()) < 1.05
+
+
+def test_the_way_of_a_gpu_gives_the_same_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger chunks, one after the other: how a convolution rounds may change with the size of a chunk, not more."""
+    _, settings = planned()
+    data = data_of(90)
+    expected = sum_of(settings, data, tmp_path)
+    monkeypatch.setattr(refined, "chunk_on", lambda device, copies: 32)
+    monkeypatch.setattr(refined, "each_on", lambda device: map)
+    found = sum_of(settings, data, tmp_path)
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.999
+    half = sum_of(settings, without(data, list(range(45))), tmp_path)
+    assert torch.nn.functional.cosine_similarity(half, expected, dim=0) < 0.99
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_a_record_takes_its_own_row_with_it(tmp_path: Path) -> None:
+    _, settings = planned(refine_copies=2)
+    refined.check_places(settings, SCHEMA, torch.device("cuda"))
 
 
 def test_a_person_has_one_row_whatever_the_number_of_their_images(tmp_path: Path) -> None:
@@ -528,7 +567,7 @@ def test_noise_levels_fall_to_zero() -> None:
     assert all(a > b for a, b in itertools.pairwise(levels))
 
 
-def test_pretraining_learns_what_it_is_shown(tmp_path: Path) -> None:
+def test_pretraining_learns_what_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its broken twin, whose labels say nothing, learns less about classes."""
     random = torch.Generator().manual_seed(0)
     labels = torch.arange(256) % 3
@@ -538,7 +577,8 @@ def test_pretraining_learns_what_it_is_shown(tmp_path: Path) -> None:
     images = (images * 200 + 20 * torch.rand(images.shape, generator=random)).to(torch.uint8)
     _, settings = planned()
     start = Start(shape=(1, 8, 8), means=torch.zeros(3, 10), factors=0.1 * torch.eye(10).repeat(3, 1, 1))
-    make = Maker(linear=Linear(start=start), settings=settings, schema=SCHEMA, kind=torch.float32)
+    monkeypatch.setattr(refined, "kind_of_numbers", lambda _: torch.float32)
+    make = Maker(linear=Linear(start=start), settings=settings, schema=SCHEMA)
 
     def loss_after(steps: int, told: torch.Tensor) -> float:
         network = fresh_network(settings.shape_for(SCHEMA), 0)

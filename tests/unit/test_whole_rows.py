@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from datalens.bounded import whole_rows
-from datalens.bounded.whole_rows import GRID, MOST_TOGETHER, WholeRows, WholeSum, _truncate
+from datalens.bounded.whole_rows import GRID, MOST_TOGETHER, WholeRows, WholeSum, _column_sums, _truncate
 
 CPU = torch.device("cpu")
 SIZE = 40_000  # several blocks of columns, and a part of one
@@ -196,3 +196,12 @@ def test_rows_on_a_gpu_are_truncated_there() -> None:
     numbers = torch.tensor([1.7, -1.7])
     _truncate(SimpleNamespace(is_cuda=True, trunc_=numbers.trunc_))  # type: ignore[arg-type]
     assert numbers.tolist() == [1.0, -1.0]
+
+
+def test_many_rows_are_added_exactly_as_a_gpu_adds_them() -> None:
+    """The broken twin: the same rows added in float32, whose whole numbers end at 2^24."""
+    rows = (GRID - torch.arange(400.0)).unsqueeze(1)
+    exact = sum(GRID - i for i in range(400))
+    assert int(_column_sums(rows)) == exact
+    assert int(rows.sum(dim=0)) != exact
+    assert torch.equal(_column_sums(rows[:32]).double(), rows[:32].sum(dim=0, dtype=torch.float64))

@@ -23,6 +23,7 @@ LESS = 1 - 2**-12  # of a row: more than rounding can shorten its measured lengt
 # is longer than that, so that a row which seems to have no length is not made longer than the grid.
 LEAST_SOFTENING = 2.0**-40
 COLUMNS, TOGETHER = 2**13, 2**9  # of rows looked at together, which stay in the cache; and squares added in float32
+ON_GPU = 2**9  # rows that are added together on a GPU, in float64, and all their columns at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +64,21 @@ class WholeSum:
     def __init__(self, rows: WholeRows, size: int, *, device: torch.device) -> None:
         self._rows = rows
         self._total = torch.zeros(size, dtype=torch.float64, device=device)
-        self._work = torch.empty(MOST_TOGETHER, COLUMNS, device=device)  # new memory costs more than the work
+        self._most, self._columns = (MOST_TOGETHER, COLUMNS) if device.type == "cpu" else (ON_GPU, max(size, 1))
+        self._work = torch.empty(self._most, self._columns, device=device)  # new memory costs more than the work
 
     def add(self, gradients: Tensor, weights: Tensor) -> None:
         """Add the rows of some records.
 
         Args:
-            gradients: [n, size], n at most `MOST_TOGETHER`.
+            gradients: [n, size], n at most `MOST_TOGETHER`, or `ON_GPU` there.
             weights: [n] 1 for a record, 0 for a row that only fills up the chunk.
 
         Raises:
             ValueError: shapes or weights are not as stated.
         """
-        if len(gradients) > MOST_TOGETHER:
-            raise ValueError(f"at most {MOST_TOGETHER} rows are added together, not {len(gradients)}")
+        if len(gradients) > self._most:
+            raise ValueError(f"at most {self._most} rows are added together, not {len(gradients)}")
         if gradients.shape != (len(weights), len(self._total)) or weights.dim() != 1:
             raise ValueError(f"{list(weights.shape)} weights do not fit {list(gradients.shape)} gradients")
         if not bool(((weights == 0) | (weights == 1)).all()):
@@ -91,14 +93,15 @@ class WholeSum:
             if not all_counted:
                 part.masked_fill_(~counted.unsqueeze(1), 0.0)  # 0 · NaN is NaN
             _truncate(part.mul_(factors.unsqueeze(1)))
-            self._total[start : start + part.shape[1]] += part.sum(dim=0)
+            self._total[start : start + part.shape[1]] += _column_sums(part)
 
     def _parts(self, gradients: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield where some columns begin, and a scaled copy of them in float32. Each copy overwrites the one before."""
-        for start in range(0, gradients.shape[1], COLUMNS):
-            columns = gradients[:, start : start + COLUMNS]
+        for start in range(0, gradients.shape[1], self._columns):
+            columns = gradients[:, start : start + self._columns]
             part = self._work[: len(columns), : columns.shape[1]].copy_(columns)
-            yield start, part if self._rows.scale is None else part.mul_(self._rows.scale[start : start + COLUMNS])
+            scale = self._rows.scale
+            yield start, part if scale is None else part.mul_(scale[start : start + self._columns])
 
     def join(self, other: "WholeSum") -> None:
         """Add another thread's sum, of other records.
@@ -138,6 +141,11 @@ def _squares(part: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(part[:, :whole].unflatten(1, (-1, TOGETHER)), dim=2)
     rest = torch.linalg.vector_norm(part[:, whole:], dim=1)
     return norms.to(torch.float64).square().sum(dim=1) + rest.to(torch.float64).square()
+
+
+def _column_sums(part: Tensor) -> Tensor:
+    """Return the exact sums of rows of whole numbers: in float32 as long as these are exact, else in float64."""
+    return part.sum(dim=0) if len(part) <= MOST_TOGETHER else part.sum(dim=0, dtype=torch.float64)
 
 
 def _truncate(part: Tensor) -> None:

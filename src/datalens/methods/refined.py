@@ -15,6 +15,7 @@ the arithmetic of this machine does not round by place.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -58,8 +59,10 @@ from datalens.released.moments import MomentModel, Start
 from datalens.run.folder import NoTeachers, Run
 from datalens.run.parked import park, unpark
 
+CPU = torch.device("cpu")
 PART, LABELS = "refinement", "labels"  # the names of the second stage's releases in every charge
 CHUNK = 16  # images whose gradients are computed together: more would not stay in the processor's cache
+ON_GPU = 512  # the same on a GPU
 SOFTENING = 0.01  # gradients much shorter than this count for less
 PRETRAINED = "pretrained.safetensors"  # in a run folder; made of released values alone
 
@@ -82,6 +85,8 @@ class Options(moments.Options):
     """Steps of DP-SGD."""
     refine_batch: WholeNumber = None
     """Expected number of records in a step."""
+    refine_copies: WholeNumber = None
+    """Copies of a record in a step, each with noise of its own; its row is the mean of their gradients."""
     refine_rate: Number = None
     """Learning rate of DP-SGD."""
     pretraining: WholeNumber = None
@@ -108,6 +113,7 @@ class RefinedSettings(MomentSettings):
     pretraining: int  # steps on images drawn from the moments
     steps: int  # of DP-SGD
     batch_size: int  # expected number of records in a step
+    copies: int  # of a record in a step, each with noise of its own
     sigma: float  # noise multiplier
     rate: float  # learning rate
     wide: int  # channels of the network
@@ -289,12 +295,9 @@ class RefinedSettings(MomentSettings):
 
     def seconds(self, schema: Schema) -> float:
         """Return an estimate of both stages, from a timed step on random images."""
-        each = seconds_a_step(self.shape_for(schema)) / torch.get_num_threads()
-        images = self.steps * self.batch_size + 0.7 * self.pretraining * PRE_BATCH
-        return (
-            super().seconds(schema) * (1 + min(POOL, self.pretraining * PRE_BATCH) / schema.nominal_size)
-            + each * images
-        )
+        pool = min(POOL, self.pretraining * PRE_BATCH) / schema.nominal_size
+        pretraining, step = seconds_of(self, schema)
+        return super().seconds(schema) * (1 + pool) + pretraining + self.steps * step
 
 
 def _alike(event: Charge, expected: Sequence[Charge]) -> bool:
@@ -323,7 +326,7 @@ def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 MOMENTS_SHARE, LABELS_SHARE = 0.1, 0.05
-STEPS, BATCH, LARGEST_SAMPLE = 60, 8192, 0.25
+STEPS, BATCH, LARGEST_SAMPLE, COPIES = 60, 8192, 0.25, 1
 PRETRAINING, PRE_BATCH, POOL = 800, 256, 20_000  # steps; images in a step; most images drawn from the moments
 NETWORK: dict[str, Any] = {"wide": 48, "deep": 64, "hidden": 64}
 LEVELS: dict[str, Any] = {"noise_median": 0.3, "noise_spread": 1.0, "begin": 1.0}
@@ -361,6 +364,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
         "rounds": ROUNDS if labels_share > 0 and first.texture > 0 else 0,
         "pretraining": PRETRAINING if o.pretraining is None else o.pretraining,
         "batch_size": batch,
+        "copies": o.refine_copies or COPIES,
         "rate": RATE if o.refine_rate is None else o.refine_rate,
     }
     draft = RefinedSettings(**fields, steps=o.refine_steps or STEPS, sigma=0.0)
@@ -397,18 +401,25 @@ MOST_STEPS, LEAST_STEPS = 400, 20
 
 def steps_within(minutes: float, settings: RefinedSettings, schema: Schema) -> int:
     """Return how many steps of DP-SGD take about so many minutes on this machine, from a timed step."""
-    each = seconds_a_step(settings.shape_for(schema)) / torch.get_num_threads()
-    pretraining = 0.7 * each * settings.pretraining * PRE_BATCH
-    return int(min(MOST_STEPS, max(LEAST_STEPS, (60 * minutes - pretraining) / (each * settings.batch_size))))
+    pretraining, step = seconds_of(settings, schema)
+    return int(min(MOST_STEPS, max(LEAST_STEPS, (60 * minutes - pretraining) / step)))
 
 
-def seconds_a_step(shape: Shape) -> float:
-    """Return the seconds of a step of DP-SGD on one core for each of its records, from timed random images."""
-    network, random = fresh_network(shape, 0), torch.Generator().manual_seed(0)
-    engine = RowEngine(network, kind=kind_of_numbers(), device=torch.device("cpu"))
-    size = WholeSum(WholeRows(softening=SOFTENING), engine.size, device=torch.device("cpu"))
-    inputs = torch.randn(CHUNK, 8 * shape.image[0], -(-shape.image[1] // 2), -(-shape.image[2] // 2), generator=random)
-    facts, goal = torch.randn(CHUNK, shape.facts, generator=random), inputs[:, : 4 * shape.image[0]]
+def seconds_of(settings: RefinedSettings, schema: Schema) -> tuple[float, float]:
+    """Return the seconds of pre-training, and of a step of DP-SGD, on all cores of this machine."""
+    shape, cores = settings.shape_for(schema), torch.get_num_threads()
+    alone = seconds_a_step(shape)
+    together = alone if settings.copies == 1 else seconds_a_step(shape, settings.copies)
+    return 0.7 * alone * settings.pretraining * PRE_BATCH / cores, together * settings.batch_size / cores
+
+
+def seconds_a_step(shape: Shape, copies: int = 1) -> float:
+    """Return the seconds that one core takes for each record of a step of DP-SGD, from timed random images."""
+    network, random, chunk = fresh_network(shape, 0), torch.Generator().manual_seed(0), chunk_on(CPU, copies)
+    engine = RowEngine(network, kind=kind_of_numbers(), device=CPU)
+    size, images = WholeSum(WholeRows(softening=SOFTENING), engine.size, device=CPU), chunk * copies
+    inputs = torch.randn(images, 8 * shape.image[0], -(-shape.image[1] // 2), -(-shape.image[2] // 2), generator=random)
+    facts, goal = torch.randn(images, shape.facts, generator=random), inputs[:, : 4 * shape.image[0]]
     examples = Examples(
         inputs=inputs.contiguous(memory_format=torch.channels_last).to(kind_of_numbers()),
         facts=facts.to(kind_of_numbers()),
@@ -419,11 +430,11 @@ def seconds_a_step(shape: Shape) -> float:
     try:
         for _ in range(4):
             began = time.monotonic()
-            size.add(engine.rows(examples.losses, records=CHUNK), torch.ones(CHUNK))
+            size.add(engine.rows(examples.losses, records=chunk, repeats=copies), torch.ones(chunk))
             times.append(time.monotonic() - began)
     finally:
         torch.set_num_threads(threads)
-    return min(times) / CHUNK
+    return min(times) / chunk
 
 
 # --- a linear classifier of texture, which says what a refined image shows --------------------------------------------
@@ -495,17 +506,39 @@ class Maker:
     linear: denoiser.Linear
     settings: RefinedSettings
     schema: Schema
-    kind: torch.dtype = dataclasses.field(default_factory=lambda: kind_of_numbers())
 
     @property
     def classes(self) -> int:
         return len(self.schema.classes)
 
-    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor, *, stage: str, step: int) -> Examples:
-        """Add noise to images, uint8 [n, c, h, w]."""
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.linear.device)
+
+    @property
+    def kind(self) -> torch.dtype:
+        return kind_of_numbers(self.device)
+
+    def network(self) -> Network:
+        """Return a newly initialised network on the device."""
+        fresh = fresh_network(self.settings.shape_for(self.schema), self.settings.seed)
+        return channels_last(fresh.to(self.device))
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, keys: Tensor, *, stage: str, step: int, copies: int = 1
+    ) -> Examples:
+        """Add noise to images, uint8 [n, c, h, w], wherever they are.
+
+        Returns:
+            `copies` examples of the first image, then of the second, and so on, on the device. Each copy of an image
+            has its noise level from another part of their distribution.
+        """
         s, pixels = self.settings, images[0].numel()
-        normal = streams.normal(s.seed, stage, step, teachers=keys, count=pixels + 1)
-        noise = s.noise_median * torch.exp(normal[:, 0] * s.noise_spread)
+        images, labels = (value.to(self.device).repeat_interleave(copies, dim=0) for value in (images, labels))
+        normal = streams.normal(s.seed, stage, step, teachers=keys.to(self.device), count=copies * (pixels + 1))
+        normal = normal.view(-1, pixels + 1)
+        level = normal[:, 0] if copies == 1 else _spread(normal[:, 0].view(-1, copies)).flatten()
+        noise = s.noise_median * torch.exp(level * s.noise_spread)
         noise = noise.clamp(denoiser.LEAST_NOISE, denoiser.MOST_NOISE)
         clear = images.to(torch.float32) / 127.5 - 1
         noisy = clear + normal[:, 1:].view(clear.shape) * noise.view(-1, 1, 1, 1)
@@ -518,9 +551,27 @@ class Maker:
         )
 
 
-def kind_of_numbers() -> torch.dtype:
-    """Return bfloat16 where this processor computes with it faster, and else float32."""
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+def _spread(normal: Tensor) -> Tensor:
+    """Move the j-th of k standard normals into the j-th of k equally likely parts of their distribution, [n, k]."""
+    copies = normal.shape[1]
+    places = (torch.arange(copies, device=normal.device) + torch.special.ndtr(normal)) / copies
+    return torch.special.ndtri(places.clamp(1e-6, 1 - 1e-6))
+
+
+def kind_of_numbers(device: torch.device = CPU) -> torch.dtype:
+    """Return bfloat16 where this processor or GPU computes with it faster, and else float32."""
+    fast = torch.cuda.is_bf16_supported if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported
+    return torch.bfloat16 if fast() else torch.float32
+
+
+def chunk_on(device: torch.device, copies: int) -> int:
+    """Return how many records' gradients are computed together on this device."""
+    return max(1, (CHUNK if device.type == "cpu" else ON_GPU) // copies)
+
+
+def each_on(device: torch.device) -> Any:
+    """Return `map`, by threads where this device is the CPU."""
+    return mapped if device.type == "cpu" else map
 
 
 # --- pre-training: released values only -------------------------------------------------------------------------------
@@ -552,7 +603,7 @@ class Adam:
 
     def state(self) -> dict[str, Tensor]:
         parts = {"weights": self.weights, "first": self.first, "second": self.second, "mean": self.mean}
-        return parts | {"taken": torch.tensor(self.taken)}
+        return {name: value.cpu() for name, value in parts.items()} | {"taken": torch.tensor(self.taken)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         self.taken = int(state["taken"])
@@ -561,25 +612,29 @@ class Adam:
 
 
 PRE_RATE = 2e-3
+PRE_TOGETHER = 32  # images that go through the network together
 SAVED_SECONDS = 30.0
 
 
 def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) -> Network:
     """Train the network on images drawn from the moments. What was trained before an interruption is read again."""
-    network = fresh_network(s.shape_for(run.schema), s.seed)
-    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
+    network = make.network()
+    engine = RowEngine(network, kind=make.kind, device=make.device)
     adam, path = Adam.of(engine.flat(network)), run.path / PRETRAINED
     if path.exists():
         adam.load_state(load_tensors(path)[0])
     if adam.taken < s.pretraining:
-        images, labels = _pool(run, model, s)
+        images, labels = _pool(run, model.to(make.device), s)
+        together = PRE_TOGETHER if make.device.type == "cpu" else PRE_BATCH
         saved = time.monotonic()
         with run.watched("pre-training, which costs no privacy", s.pretraining) as progress:
             while adam.taken < s.pretraining:
                 random = streams.generator(s.seed, "pre-training", adam.taken)
                 chosen = torch.randint(len(images), (PRE_BATCH,), generator=random)
                 keys = torch.arange(PRE_BATCH)
-                parts = [(images[c], labels[c], k) for c, k in zip(chosen.split(32), keys.split(32), strict=True)]
+                parts = [
+                    (images[c], labels[c], k) for c, k in zip(chosen.split(together), keys.split(together), strict=True)
+                ]
                 gradient = _plain_gradient(engine, network, adam, parts, make, step=adam.taken)
                 adam.step(gradient / PRE_BATCH, rate=PRE_RATE, steps=s.pretraining)
                 progress.done(adam.taken)
@@ -597,7 +652,7 @@ def _pool(run: Run, model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Ten
     labels, images = model.present[drawn], []
     with run.watched("images from the moments", count) as progress:
         for part in labels.split(250):
-            images.append((model.images(part, random) * 255).round().to(torch.uint8))
+            images.append((model.images(part, random) * 255).round().to(torch.uint8).cpu())
             progress.done(250 * len(images))
     return torch.cat(images), labels
 
@@ -621,15 +676,13 @@ def _plain_gradient(
         return engine.flat(own, gradients=True)
 
     total = torch.zeros_like(adam.weights)
-    for gradient in mapped(of_part, parts):
+    for gradient in each_on(make.device)(of_part, parts):
         total += gradient
     return total
 
 
 def _copy(network: Network, kind: torch.dtype) -> Network:
-    own = channels_last(Network(network.shape).to(kind))
-    own.load_state_dict(network.state_dict())
-    return own
+    return channels_last(copy.deepcopy(network).to(kind))
 
 
 # --- DP-SGD -----------------------------------------------------------------------------------------------------------
@@ -729,7 +782,7 @@ class Trainer:
 
     def __init__(self, network: Network, gate: GradientGate, data: RefinedRecords, make: Maker) -> None:
         self._network, self._gate, self._data, self._make = network, gate, data, make
-        self._rule, self._engines = WholeRows(softening=SOFTENING), _Engines(network, make.kind)
+        self._rule, self._engines = WholeRows(softening=SOFTENING), _Engines(network, make)
         with self._engines.lent() as engine:
             self._layout = engine
         self._adam = Adam.of(self._layout.flat(network))
@@ -742,29 +795,32 @@ class Trainer:
         total = self._sum(sample, number)
         unit: Literal["record", "person"] = "record" if data.starts is None else "person"
         released = gate.release(total.bounded(unit=unit))
-        gradient = torch.from_numpy(released.value[0]).to(torch.float32) / (GRID * s.batch_size)
+        value = torch.from_numpy(released.value[0]).to(torch.float32)
+        gradient = value.to(self._make.device) / (GRID * s.batch_size)
         self._adam.step(gradient, rate=s.rate, steps=s.steps)
         return float(gradient.norm())
 
     def _sum(self, sample: Tensor, number: int) -> WholeSum:
         """Return the sum of the rows of a sample, which is the same for any order and any number of threads."""
         totals: list[WholeSum] = []
-        own = threading.local()
+        make, own, copies = self._make, threading.local(), self._make.settings.copies
+        chunk = chunk_on(make.device, copies)
+        places = torch.arange(chunk, device=make.device)
 
         def add(part: Tensor) -> None:
             if not hasattr(own, "total"):
-                own.total = WholeSum(self._rule, self._layout.size, device=torch.device("cpu"))
+                own.total = WholeSum(self._rule, self._layout.size, device=make.device)
                 totals.append(own.total)
-            filled = torch.cat([part, part[:1].expand(CHUNK - len(part))])  # all chunks have one size
-            images, labels, keys = self._data.chosen(filled, seed=self._make.settings.seed, step=number)
-            examples = self._make(images, labels, keys, stage="records", step=number)
+            filled = torch.cat([part, part[:1].expand(chunk - len(part))])  # all chunks have one size
+            images, labels, keys = self._data.chosen(filled, seed=make.settings.seed, step=number)
+            examples = make(images, labels, keys, stage="records", step=number, copies=copies)
             with self._engines.lent() as engine:  # until its rows, which lie in its memory, were added
-                rows = engine.rows(examples.losses, records=CHUNK)
-                own.total.add(rows, (torch.arange(CHUNK) < len(part)).to(torch.float32))
+                rows = engine.rows(examples.losses, records=chunk, repeats=copies)
+                own.total.add(rows, (places < len(part)).to(torch.float32))
 
-        for _ in mapped(add, sample.split(CHUNK) if len(sample) else []):
+        for _ in each_on(make.device)(add, sample.split(chunk) if len(sample) else []):
             pass
-        whole = WholeSum(self._rule, self._layout.size, device=torch.device("cpu"))
+        whole = WholeSum(self._rule, self._layout.size, device=make.device)
         for total in totals:
             whole.join(total)
         return whole
@@ -772,7 +828,7 @@ class Trainer:
     def network(self) -> Network:
         """Return the network with the mean of the weights after the last steps."""
         found = channels_last(Network(self._network.shape))
-        self._layout.put(self._adam.mean, found)
+        self._layout.put(self._adam.mean.cpu(), found)
         return found
 
     def state(self) -> dict[str, Tensor]:
@@ -788,8 +844,8 @@ class _Engines:
     They are kept from step to step. The threads are not, so an engine of each thread would be a new one in every step.
     """
 
-    def __init__(self, network: Network, kind: torch.dtype) -> None:
-        self._network, self._kind, self._idle = network, kind, list[RowEngine]()
+    def __init__(self, network: Network, make: Maker) -> None:
+        self._network, self._make, self._idle = network, make, list[RowEngine]()
         self._weights: Tensor | None = None
 
     @contextlib.contextmanager
@@ -797,7 +853,7 @@ class _Engines:
         try:
             engine = self._idle.pop()
         except IndexError:
-            engine = RowEngine(self._network, kind=self._kind, device=torch.device("cpu"))
+            engine = RowEngine(self._network, kind=self._make.kind, device=self._make.device)
             if self._weights is not None:
                 engine.load(self._weights)
         try:
@@ -812,26 +868,27 @@ class _Engines:
             engine.load(weights)
 
 
-def check_places(settings: RefinedSettings, schema: Schema) -> None:
+def check_places(settings: RefinedSettings, schema: Schema, device: torch.device = CPU) -> None:
     """Raise if a row depends, on this machine, on the place of its record in a chunk, or on its neighbours.
 
     Random images are given to a random network in two orders and among two sets of others; rows must be equal bit for
     bit.
     """
     classes, random = len(schema.classes), torch.Generator().manual_seed(0)
+    chunk = chunk_on(device, settings.copies)
     start = Start(
         shape=schema.shape,
         means=torch.rand(classes, settings.coordinates, generator=random),
         factors=torch.rand(classes, settings.coordinates, settings.coordinates, generator=random),
     )
-    make = Maker(linear=denoiser.Linear(start=start), settings=settings, schema=schema)
+    make = Maker(linear=denoiser.Linear(start=start, device=device), settings=settings, schema=schema)
     network = fresh_network(settings.shape_for(schema), settings.seed)
     for value in network.parameters():
         value.data += 0.05 * torch.randn(value.shape, generator=random)
-    images = torch.randint(256, (2 * CHUNK, *schema.shape), dtype=torch.uint8, generator=random)
-    labels, keys = torch.arange(2 * CHUNK) % classes, torch.arange(2 * CHUNK)
-    engine = RowEngine(network, kind=make.kind, device=torch.device("cpu"))
-    [alike] = mapped(lambda _: rounds_alike(engine, make, images, labels, keys), [0])  # on one core, as in a step
+    images = torch.randint(256, (2 * chunk, *schema.shape), dtype=torch.uint8, generator=random)
+    labels, keys = torch.arange(2 * chunk) % classes, torch.arange(2 * chunk)
+    engine = RowEngine(network, kind=make.kind, device=device)
+    [alike] = each_on(device)(lambda _: rounds_alike(engine, make, images, labels, keys), [0])  # on one core, as a step
     if not alike:
         raise DatalensError(
             "on this machine the gradient of a record depends on its place in a batch, so that its bound would not "
@@ -840,25 +897,26 @@ def check_places(settings: RefinedSettings, schema: Schema) -> None:
 
 
 def rounds_alike(engine: RowEngine, make: Maker, images: Tensor, labels: Tensor, keys: Tensor) -> bool:
-    """Return whether rows of 2·CHUNK records are the same bits in another order and among others."""
+    """Return whether rows of two chunks of records are the same bits in another order and among others."""
+    chunk, copies = len(images) // 2, make.settings.copies
 
     def rows(at: Tensor) -> Tensor:
-        examples = make(images[at], labels[at], keys[at], stage="tried", step=0)
-        return engine.rows(examples.losses, records=CHUNK).clone()
+        examples = make(images[at], labels[at], keys[at], stage="tried", step=0, copies=copies)
+        return engine.rows(examples.losses, records=chunk, repeats=copies).clone()
 
-    here, half = torch.arange(CHUNK), CHUNK // 2
+    here, half = torch.arange(chunk), chunk // 2
     first = rows(here)
-    mixed = rows(torch.cat([here + CHUNK, here])[half : half + CHUNK])[half:]
+    mixed = rows(torch.cat([here + chunk, here])[half : half + chunk])[half:]
     return torch.equal(first, rows(here.flip(0)).flip(0)) and torch.equal(first[:half], mixed)
 
 
 def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Place) -> DiffusionModel:
     """Release the moments, pre-train, and take all steps that are charged already or fit into the budget."""
     s = settings
-    check_places(s, run.schema)
+    check_places(s, run.schema, place.device)
     model = moments.train(run, data.rows, s, place)
     head = learn_labels(run, data.rows, model, s)
-    make = Maker(linear=denoiser.Linear(start=model.start), settings=s, schema=run.schema)
+    make = Maker(linear=denoiser.Linear(start=model.start, device=place.device), settings=s, schema=run.schema)
     network = pretrained(run, model, s, make)
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     gate = GradientGate(run.ledger, schedule_of(s, run.schema), noise, left=unpark(run, part=PART))

@@ -9,6 +9,7 @@ Nothing here sees a record. The parameterisation is that of Karras et al. (2022)
 brightness from −1 to 1.
 """
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -32,6 +33,7 @@ TONES = 8  # sines and cosines by which it is told the noise level
 STEPS = 10  # of the sampler
 TRIES = 3  # draws of an image that shows its class
 TOGETHER = 32  # images that go through the network together: more would not stay in the processor's cache
+ON_GPU = 500  # the same on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +155,15 @@ def unfolded(planes: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
-    """The best linear estimate of an image from a noisy one, class by class, under the moments' Gaussians."""
+    """The best linear estimate of an image from a noisy one, class by class, under the moments' Gaussians.
+
+    Attributes:
+        start: the Gaussians.
+        device: where the noisy images are.
+    """
 
     start: Start
+    device: torch.device | str = "cpu"
 
     @cached_property
     def _directions(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,13 +171,15 @@ class Linear:
         factors = self.start.factors.to(torch.float64)
         values, vectors = torch.linalg.eigh(factors @ factors.mT)
         centre = self.start.basis.forward(torch.ones(1, *self.start.shape))  # brightness 2·x − 1
-        return vectors.to(torch.float32), (4 * values).to(torch.float32), 2 * self.start.means - centre
+        found = (vectors.to(torch.float32), (4 * values).to(torch.float32), 2 * self.start.means - centre)
+        vectors, values, means = (value.to(self.device) for value in found)
+        return vectors, values, means
 
     @cached_property
     def _rows(self) -> Tensor:
         rows = make_basis("opponent", self.start.shape, self.start.means.shape[1]).rows
         assert rows is not None
-        return rows
+        return rows.to(self.device)
 
     def __call__(self, noisy: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         """Return the estimates [n, c, h, w] of images whose noise has standard deviations `noise` [n]."""
@@ -209,8 +219,8 @@ class Head:
 
     def answers(self, moments: MomentModel, images: Tensor) -> Tensor:
         """Return the class of each image [n, c, h, w], as a number."""
-        texture = (Texture(moments.start.shape)(images) - moments.centre) @ moments.white
-        return (with_constant(texture) @ self.weights).argmax(dim=1)
+        texture = (Texture(moments.start.shape)(images.to(moments.centre.device)) - moments.centre) @ moments.white
+        return (with_constant(texture) @ self.weights.to(texture.device)).argmax(dim=1).cpu()
 
 
 def with_constant(features: Tensor) -> Tensor:
@@ -246,13 +256,21 @@ class DiffusionModel:
     def sizes(self) -> Tensor:
         return self.moments.sizes
 
+    @property
+    def device(self) -> torch.device:
+        return self.network.leave.weight.device
+
     @cached_property
     def linear(self) -> Linear:
-        return Linear(start=self.start)
+        return Linear(start=self.start, device=self.device)
 
     def to(self, device: torch.device | str) -> "DiffusionModel":
-        """Return the model with the texture step of the moments on this device. The network stays on the CPU."""
-        return dataclasses.replace(self, moments=self.moments.to(device))
+        """Return the model with the texture step of the moments, and a copy of the network, on this device.
+
+        First images and noise are always drawn on the CPU, so that they are the same on every machine.
+        """
+        network = channels_last(copy.deepcopy(self.network).to(device))
+        return dataclasses.replace(self, moments=self.moments.to(device), network=network)
 
     def tensors(self) -> dict[str, Tensor]:
         weights = {f"network.{name}": value for name, value in self.network.state_dict().items()}
@@ -282,7 +300,7 @@ class DiffusionModel:
         for attempt in range(TRIES):
             at = torch.nonzero(missing).flatten()
             drawn = found[at].clone() if attempt == 0 else self._drawn(labels[at], random)
-            shown = self.head.answers(self.moments.to("cpu"), drawn)
+            shown = self.head.answers(self.moments, drawn)
             for label in labels[at].unique().tolist():
                 wanting, fitting = at[labels[at] == label], torch.nonzero(shown == label).flatten()
                 fitting = fitting[: len(wanting)]
@@ -296,18 +314,19 @@ class DiffusionModel:
     def _drawn(self, labels: Tensor, random: torch.Generator) -> Tensor:
         first = self.moments.images(labels, random).cpu()
         noisy = 2 * first - 1 + self.begin * torch.randn(first.shape, generator=random)
-        parts = zip(noisy.split(TOGETHER), labels.split(TOGETHER), strict=True)
-        return torch.cat(list(mapped(lambda part: self._cleared(*part), parts)))
+        each, together = (mapped, TOGETHER) if self.device.type == "cpu" else (map, ON_GPU)
+        parts = zip(noisy.to(self.device).split(together), labels.to(self.device).split(together), strict=True)
+        return torch.cat(list(each(lambda part: self._cleared(*part), parts))).cpu()
 
     @torch.no_grad()
     def _cleared(self, x: Tensor, labels: Tensor) -> Tensor:
         """Remove the noise step by step, each step with a correction (Heun)."""
         levels = noise_levels(self.begin, STEPS)
         for now, then in itertools.pairwise(levels):
-            slope = (x - self.denoised(x, labels, torch.full((len(x),), now))) / now
+            slope = (x - self.denoised(x, labels, x.new_full((len(x),), now))) / now
             further = x + (then - now) * slope
             if then > 0:
-                again = (further - self.denoised(further, labels, torch.full((len(x),), then))) / then
+                again = (further - self.denoised(further, labels, x.new_full((len(x),), then))) / then
                 further = x + (then - now) * (slope + again) / 2
             x = further
         return ((x + 1) / 2).clamp(0, 1)
