@@ -22,7 +22,10 @@ from datalens.reproduce.kept import keep_cell, kept, kept_in, made_in
 from datalens.reproduce.output import Row, show, show_cost, show_marks, write
 
 TITLE = "DPImageBench: the field's protocol"
-METHODS: dict[str, dict[str, Any]] = {"datalens": {"method": "datalens"}}
+METHODS: dict[str, dict[str, Any]] = {
+    "datalens": {"method": "datalens"},
+    "refined": {"method": "datalens", "refine": "diffusion"},  # with the second stage
+}
 EPSILONS = (1.0, 10.0)
 SIZES = {"mnist": 55_000, "fashion-mnist": 55_000}  # training records, without those of validation
 # Quick mode: numbers of synthetic images, epochs, test images and classifiers' validation records.
@@ -164,7 +167,7 @@ def _row(name: str, cell: dict[str, Any], result: dict[str, Any] | None) -> Row:
         "cell": name,
         "data": cell["options"]["data"],
         "epsilon": cell["options"]["epsilon"],
-        "method": cell["options"]["method"],
+        "method": cell["options"]["method"] + (", refined" if "refine" in cell["options"] else ""),
         "small": cell["small"],
         "ours": score.get("last"),
         "chosen": score.get("chosen"),
