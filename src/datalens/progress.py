@@ -1,6 +1,7 @@
 """Progress bars and messages for people, always on stderr.
 
-Where stderr is no terminal (logs, notebooks), a line every ten seconds stands for the bar.
+Where stderr is no terminal (logs, notebooks), a line every ten seconds stands for the bar. The first one comes after
+two seconds, and says about how long the work takes, by the part that is done, if that is ten seconds or more.
 """
 
 import functools
@@ -23,10 +24,13 @@ from rich.progress import (
 )
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
+_last_said = 0.0  # by `time.monotonic`
 
 
 def say(message: str) -> None:
     """Print one line on stderr."""
+    global _last_said
+    _last_said = time.monotonic()
     console.print(message, markup=False)
 
 
@@ -68,8 +72,12 @@ class Count:
     def said(self, seconds: float) -> str:
         """Return a line about what is done after so many seconds; "" if it will be over soon.
 
-        A private count, such as that of records read, is not in it: others read logs.
+        A private count, such as that of records read, is not in it: others read logs. Its first line estimates how
+        long a public number of them takes (`total`), which tells the speed alone.
         """
+        if self.private and self.total and self.done and seconds < LONG:
+            whole = seconds * self.total / self.done
+            return f"{self.description}: about {duration(whole)}, by a timed part" if whole >= LONG else ""
         if self.private or not self.total or not self.done:
             return f"{self.description}: {duration(seconds)} so far" if seconds >= LONG else ""
         if self.done >= self.total:
@@ -88,10 +96,14 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def told(said: Callable[[float], str]) -> Iterator[None]:
+def told(said: Callable[[float], str], *, first: float | None = None, every: float | None = None) -> Iterator[None]:
     """Say what `said` returns for the seconds so far, every ten seconds until the block ends; "" is not said.
 
     It is for where stderr is no terminal. Of several ranks, the first one speaks.
+
+    Args:
+        said: what to say.
+        first, every: seconds until it is asked, and between two times; None: `FIRST` and `EVERY`.
     """
     if os.environ.get("RANK", "0") != "0" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         yield
@@ -99,9 +111,9 @@ def told(said: Callable[[float], str]) -> Iterator[None]:
     over, began = threading.Event(), time.monotonic()
 
     def speak() -> None:
-        wait = FIRST
+        wait = FIRST if first is None else first
         while not over.wait(wait):
-            wait = EVERY
+            wait = EVERY if every is None else every
             if line := said(time.monotonic() - began):
                 say(line)
 
@@ -112,6 +124,22 @@ def told(said: Callable[[float], str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def spoken_for(name: str) -> Iterator[None]:
+    """Say every ten seconds that a command is still at work, where nothing else did, until the block ends."""
+    if console.is_terminal:
+        yield
+        return
+    began = time.monotonic()
+
+    def said(seconds: float) -> str:
+        silent = time.monotonic() - max(_last_said, began)
+        return f"{name}: {duration(seconds)} so far" if silent >= EVERY else ""
+
+    with told(said, first=1.0, every=1.0):
+        yield
 
 
 def steps_bar(on: Console, **options: Any) -> Progress:
@@ -132,6 +160,7 @@ def bar(
     """Show a progress bar on stderr: `with bar("training", 86) as (p, task): p.advance(task)`.
 
     Args:
+        total: the number to come; with `private`, a public figure near it.
         private: whether the count says how many records there are, which logs must not.
         shown: False for work within other work that shows a bar: only one can be shown at a time.
     """

@@ -1,5 +1,6 @@
 """What a newcomer meets first: nothing paid for is lost, useless output is called so, and waiting is announced."""
 
+import contextlib
 import io
 import itertools
 import pickle
@@ -7,15 +8,21 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from datalens import DataLens, DatalensError, TrainOptions, progress
+from datalens.cli import main
 from datalens.cli.mistakes import joined_labels
 from datalens.data.images import Encoded, readable
+from datalens.data.own import tables
 from datalens.data.own.python import as_arrays
+from datalens.data.own.reading import Reading
 from datalens.data.schema import LEFT_OUT, Schema
+from datalens.evaluate import compare
 from datalens.evaluate.owner_report import blocks, shades
 from datalens.evaluate.utility import majority_share, smaller, verdict
 from datalens.methods import moments
@@ -277,6 +284,8 @@ def test_a_line_says_how_long_it_still_takes():
     hidden = progress.Count("reading x", 100, private=True)
     hidden.advance(0, 10)
     assert hidden.said(20.0) == "reading x: 20 s so far"  # logs do not say how many records there are
+    assert hidden.said(2.0) == "reading x: about 20 s, by a timed part"  # 100 is public, and 10 is not said
+    assert hidden.said(0.5) == ""
 
 
 def test_without_a_terminal_there_are_lines_instead_of_silence(monkeypatch):
@@ -287,20 +296,81 @@ def test_without_a_terminal_there_are_lines_instead_of_silence(monkeypatch):
         assert heard.wait(60)
 
 
+def test_a_command_is_never_silent_for_long(monkeypatch):
+    """Whatever it does has no bar: after ten seconds of silence, here 50 ms, it says how long it has been at work."""
+    heard = threading.Event()
+    said = []
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    monkeypatch.setattr(progress.console, "print", lambda line, **how: (said.append(line), heard.set()))
+    told = progress.told
+    monkeypatch.setattr(progress, "told", lambda line, **how: told(line, first=0.01, every=0.01))
+    with progress.spoken_for("verify"):
+        assert heard.wait(60)
+    assert said[0] == "verify: 1 s so far"
+    heard.clear()
+    monkeypatch.setattr(progress, "EVERY", 3600.0)
+    with progress.spoken_for("verify"):
+        assert not heard.wait(0.1)
+
+
+def test_every_command_but_a_server_is_spoken_for(monkeypatch):
+    named = []
+
+    @contextlib.contextmanager
+    def noting(name):
+        named.append(name)
+        yield
+
+    monkeypatch.setattr(progress, "spoken_for", noting)
+    monkeypatch.setattr(main, "_parse", lambda words: words)
+    monkeypatch.setattr(main, "_run", lambda command, given: 0)
+    for verb in main.COMMANDS:
+        with pytest.raises(SystemExit):
+            main.main([verb])
+    assert named == [verb for verb in main.COMMANDS if verb != "studio"]
+
+
+def test_reading_parquet_files_has_a_total(tmp_path):
+    """So that `inspect` can say how long it will take; a folder, an array and a list have one, too."""
+    for name in ("a", "b"):
+        columns = {"image": [{"bytes": b"", "path": None}] * 3, "label": [0, 1, 0]}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    assert tables.parquet_list(tmp_path, "train", Reading()).count == 6
+
+
+def test_comparing_many_runs_says_how_long_it_takes_by_the_first(monkeypatch):
+    clock, said = [0.0], []
+
+    def read(run, release, name):
+        clock[0] += 3.0
+        return name
+
+    monkeypatch.setattr(compare, "read", read)
+    monkeypatch.setattr(compare.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compare, "say", said.append)
+    for many, lines in ((3, []), (10, ["verifying 10 runs takes about 30 s, by the first"])):
+        runs = [(Path("run"), Path("run"), str(number)) for number in range(many)]
+        assert compare.read_all(runs) == [name for _, _, name in runs] and said == lines
+
+
 def test_the_time_of_sampling_does_not_count_the_slow_first_images(monkeypatch):
     clock, said = [0.0], []
 
     class Slow:
         def images(self, labels, random):
-            clock[0] += 20.0 if clock[0] == 0 else 0.001 * len(labels)
+            clock[0] += 20.0 if clock[0] == 0 else each * len(labels)
             return torch.zeros(len(labels))
 
     monkeypatch.setattr(drawing.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(drawing, "say", said.append)
+    each = 0.001
     drawing._say_how_long(Slow(), torch.zeros(1000, dtype=torch.int64))
     assert said == []
     drawing._say_how_long(Slow(), torch.zeros(20_000, dtype=torch.int64))
     assert said == ["sampling 20000 images takes about 20 s, by 64 timed ones"]
+    each = 0.5  # as of a diffusion model: the picture that `verify` draws takes long, too
+    drawing._say_how_long(Slow(), torch.zeros(100, dtype=torch.int64))
+    assert said[1:] == ["sampling 100 images takes about 50 s, by 12 timed ones"]
 
 
 def test_a_quick_look_is_at_smaller_images():

@@ -34,7 +34,7 @@ class Compare:
         if any((folder / CERTIFICATE).exists() for folder in self.out.resolve().parents):
             raise DatalensError(f"{self.out} is in a release, but the page is for the owner only: choose another --out")
         names = compare.names_of(self.runs)
-        entries = [compare.read(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)]
+        entries = compare.read_all([(run, release_of(run), name) for run, name in zip(self.runs, names, strict=True)])
         write_atomically(self.out, compare.page(entries, published=self.published), private=True)
         fields = {
             "out": str(self.out),

@@ -52,6 +52,7 @@ COMMANDS: dict[str, type | dict[str, type]] = {
     "reproduce": Reproduce,
 }
 OF_METHODS = ("train", "plan", "sgd")  # they also take the options of a method
+SERVES = ("studio",)  # these go on until they are stopped
 SAID = {"audit": audit.DESCRIPTION, "data": data.DESCRIPTION}  # descriptions of commands without a class
 
 DESCRIPTION = "Private images in, synthetic images out, with a differential-privacy certificate."
@@ -79,7 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
     command = None
     try:
         command = _parse(arguments)
-        sys.exit(_run(command, given))
+        from datalens.progress import spoken_for  # `rich`, which --help does not need
+
+        with contextlib.nullcontext() if arguments[0] in SERVES else spoken_for(arguments[0]):
+            code = _run(command, given)
+        sys.exit(code)
     except SaidElsewhere as error:
         sys.exit(error.exit_code)
     except DatalensError as error:

@@ -1,6 +1,7 @@
 """`datalens compare`: several runs side by side. For the owner only, if one of them was measured on real data."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from datalens.evaluate.owner_report import (
 from datalens.evaluate.published import of as published_points
 from datalens.pages import charts, render, said
 from datalens.privacy.ledger import json_number, upwards
-from datalens.progress import counted
+from datalens.progress import LONG, counted, duration, say
 from datalens.released import certificate as certificates
 from datalens.released import report
 from datalens.released.publication import FIELD
@@ -117,6 +118,17 @@ def read(run: Path, release: Path, name: str) -> Entry:
         by=measured_by(utility),
         others=others,
     )
+
+
+def read_all(runs: Sequence[tuple[Path, Path, str]]) -> list[Entry]:
+    """Read runs, each as (run, release, name), and say about how long that takes if it is long."""
+    entries, began = [], time.monotonic()
+    for run, release, name in runs:
+        entries.append(read(run, release, name))
+        seconds = (time.monotonic() - began) * len(runs)
+        if len(entries) == 1 and seconds > LONG:
+            say(f"verifying {counted(len(runs), 'run')} takes about {duration(seconds)}, by the first")
+    return entries
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:

@@ -222,7 +222,7 @@ def _test_images(
 
 
 def _count(listed: Found | OnDisk) -> int:
-    """Return how many images there are. Only parquet files are read for it."""
+    """Return how many images there are. Only parquet files at an address are read for it."""
     if listed.count is not None:
         return listed.count
     assert isinstance(listed, Found)

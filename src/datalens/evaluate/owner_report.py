@@ -19,6 +19,7 @@ from datalens.pages import charts, render, said
 from datalens.plans.registry import read_settings
 from datalens.privacy.events import Event, GaussianEvent
 from datalens.privacy.ledger import read_ledger
+from datalens.progress import bar
 from datalens.released import report
 from datalens.released.synthetic import grid
 from datalens.run.folder import read_config
@@ -147,14 +148,16 @@ def _training_images(config: dict[str, Any], shown: Sequence[str]) -> dict[str, 
     records = formats.training_records(options)
     found: dict[str, list[np.ndarray]] = {name: [] for name in shown}
     count = 0
-    for block in records.blocks(lambda index, keys: np.zeros(sum(1 for _ in keys), dtype=np.int64)):
-        for image, label in zip(block.images, block.labels, strict=True):
-            row = found.get(schema.classes[label])
-            if row is not None and len(row) < ACROSS:
-                row.append(image)
-        count += len(block.index)
-        if count >= MOST_LOOKED_AT or all(len(row) == ACROSS for row in found.values()):
-            break
+    with bar("looking for images of each class", min(schema.nominal_size, MOST_LOOKED_AT), private=True) as (p, task):
+        for block in records.blocks(lambda index, keys: np.zeros(sum(1 for _ in keys), dtype=np.int64)):
+            for image, label in zip(block.images, block.labels, strict=True):
+                row = found.get(schema.classes[label])
+                if row is not None and len(row) < ACROSS:
+                    row.append(image)
+            p.advance(task, len(block.index))
+            count += len(block.index)
+            if count >= MOST_LOOKED_AT or all(len(row) == ACROSS for row in found.values()):
+                break
     images = [image for row in found.values() for image in row]
     if not images:
         raise DatalensError("there are no images of the classes that are shown")

@@ -351,7 +351,9 @@ def _table(run: Run, folder: Path, held_out: Dataset, device: torch.device | str
     classes = len(run.schema.classes)
 
     def votes() -> VoteCounts:
-        return answers(held_out, classifier_of(run.path / "release", run.settings, Asked(**kept["asked"]), device))
+        asked = Asked(**kept["asked"])
+        classify = classifier_of(run.path / "release", run.settings, asked, device)
+        return answers(held_out, classify, about=asked.held_out)
 
     cells, *beside = table_of(folder, votes, scale=kept["scale"], step=kept["step"])
     table = {"table": cells.reshape(classes, classes).tolist()}

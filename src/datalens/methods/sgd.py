@@ -375,7 +375,8 @@ def _inputs(dataset: Dataset, settings: SgdSettings, place: Place) -> tuple["Ten
     extractor = features.find(str(place.options.get("extractor") or settings.extractor))
     if extractor.sha256 != settings.extractor_sha256:
         raise DatalensError(f"{extractor.name} is not the one the run was begun with: put that back")
-    return features.extract(extractor, dataset.images, device=place.device).to(place.device), y
+    about = dataset.schema.nominal_size
+    return features.extract(extractor, dataset.images, device=place.device, about=about).to(place.device), y
 
 
 def by_person(dataset: Dataset) -> tuple[Dataset, list[int]]:

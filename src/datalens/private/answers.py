@@ -28,7 +28,7 @@ from datalens.progress import bar
 Classify = Callable[[np.ndarray], int]  # one image, uint8 [h, w, c] → the number of a class
 
 
-def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
+def answers(held_out: Dataset, classify: Classify, *, about: int | None = None) -> VoteCounts:
     """Return the answers, [2, classes²]: each unit adds one to one cell of the table, and one to one of two counts.
 
     Row 0 is the table. Row 1 begins with the counts of right and of wrong answers; the rest of it is zero.
@@ -36,6 +36,7 @@ def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
     Args:
         held_out: the records.
         classify: the classifier, a function of released values only.
+        about: about how many units answer, a public number; for the progress that is shown.
 
     Raises:
         DatalensError: persons are the units, and records have no ids.
@@ -43,7 +44,7 @@ def answers(held_out: Dataset, classify: Classify) -> VoteCounts:
     schema, classes = held_out.schema, len(held_out.schema.classes)
     chosen = ballots_of(held_out)
     choices = np.empty((len(chosen), 2), dtype=np.int64)
-    with bar("held-out images", len(chosen), private=True) as (progress, task):
+    with bar("held-out images", about, private=True) as (progress, task):
         for number, index in enumerate(chosen):
             label, guess = int(held_out.labels[index]), classify(held_out.images[index])
             choices[number] = label * classes + guess, label != guess

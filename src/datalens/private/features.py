@@ -94,8 +94,15 @@ def find(name: str) -> Extractor:
     )
 
 
-def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -> Tensor:
-    """Return features, float32 [n, size], of images, uint8 [n, h, w, c]. They are cached by the images' hash."""
+def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device, about: int | None = None) -> Tensor:
+    """Return features, float32 [n, size], of images, uint8 [n, h, w, c]. They are cached by the images' hash.
+
+    Args:
+        extractor: the network.
+        images: the images.
+        device: where it runs.
+        about: about how many images there are, a public number; for the progress that is shown.
+    """
     key = hashlib.sha256(f"{extractor.sha256} {extractor.side} {images.shape}".encode())
     key.update(np.ascontiguousarray(images).data)
     path = owner_cache.file(owner_cache.folder("features"), key.hexdigest(), suffix=".npy")
@@ -106,7 +113,7 @@ def extract(extractor: Extractor, images: np.ndarray, *, device: torch.device) -
     network = extractor.load().to(device)
     parts = []
     size = 256 if device.type == "cuda" else 32
-    with torch.inference_mode(), bar(f"features by {extractor.name}", len(images), private=True) as (progress, task):
+    with torch.inference_mode(), bar(f"features by {extractor.name}", about, private=True) as (progress, task):
         for start in range(0, len(images), size):
             block = torch.from_numpy(images[start : start + size]).to(device)
             parts.append(network(_prepared(extractor, block)).to(torch.float16).cpu())

@@ -56,8 +56,7 @@ def draw(
         labels = known[torch.arange(count) % len(known)]
     else:
         labels = known[in_proportion(sizes.to(torch.float64), count)]
-    if count >= TIMED_FROM:
-        _say_how_long(generator, labels)
+    _say_how_long(generator, labels)
     parts = []
     with torch.no_grad(), bar("sampling", count, shown=shown) as (progress, task):
         for part in labels.split(1000):
@@ -67,19 +66,27 @@ def draw(
     return torch.cat(parts).numpy(), labels.numpy()
 
 
-TIMED, TIMED_FROM = 64, 500  # images that are timed, and from how many on it is worth it
+TIMED = 64  # images that are timed, at most
 WARM = 8  # images that are drawn before: the first ones take many times as long
 
 
 def _say_how_long(generator: AnyGenerator, labels: torch.Tensor) -> None:
     """Say how long drawing takes if that is long, from a timed part, whose images are thrown away."""
-    with torch.no_grad():
-        generator.images(labels[:WARM], streams.generator(0, "timed")).cpu()
-        began = time.monotonic()
-        generator.images(labels[:TIMED], streams.generator(0, "timed")).cpu()
-    seconds = (time.monotonic() - began) * len(labels) / TIMED
+    seconds = _timed(generator, labels[:WARM]) * len(labels) / WARM
+    if len(labels) < 2 * WARM or seconds < LONG:
+        return
+    few = labels[: min(TIMED, len(labels) // WARM)]
+    seconds = _timed(generator, few) * len(labels) / len(few)
     if seconds > LONG:
-        say(f"sampling {len(labels)} images takes about {duration(seconds)}, by {TIMED} timed ones")
+        say(f"sampling {len(labels)} images takes about {duration(seconds)}, by {len(few)} timed ones")
+
+
+def _timed(generator: AnyGenerator, labels: torch.Tensor) -> float:
+    """Return the seconds of drawing images, which are thrown away."""
+    began = time.monotonic()
+    with torch.no_grad():
+        generator.images(labels, streams.generator(0, "timed")).cpu()
+    return time.monotonic() - began
 
 
 def known_classes(generator: AnyGenerator, classes: int) -> torch.Tensor:

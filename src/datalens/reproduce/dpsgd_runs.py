@@ -123,7 +123,7 @@ def load(name: str, records: int | None, device: str) -> "tuple[Tensor, Tensor, 
             extractor = features.find(features.DEFAULT)
             if records is not None:
                 extractor = replace(extractor, side=QUICK_SIDE)
-            x = features.extract(extractor, images, device=torch.device(device))
+            x = features.extract(extractor, images, device=torch.device(device), about=len(images))
         else:
             x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         parts += [x.to(device), torch.from_numpy(labels).to(device)]

@@ -206,6 +206,7 @@ def parquet_list(
         encoded=stream,
         listed=partial(listed_rows, here, **wanted) if len(here) == len(files) else None,
         looked_at=looked_at,
+        count=_rows(here) if len(here) == len(files) else None,
         fixed_positions=is_one_table(files),
     )
 
@@ -235,6 +236,14 @@ def _parquet_schema(file: Path | Remote) -> pa.Schema:
         raise DatalensError(f"{file} does not exist") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DatalensError(f"{file} is not a readable parquet file ({error})") from None
+
+
+def _rows(files: Sequence[Path]) -> int | None:
+    """Return how many rows the files state; None if one cannot be read, which reading its images will report."""
+    try:
+        return sum(pq.read_metadata(file).num_rows for file in files)
+    except (pa.ArrowException, OSError, ValueError):
+        return None
 
 
 def _class_names(schema: pa.Schema, label: str) -> tuple[str, ...] | None:
