@@ -222,4 +222,5 @@ def test_the_reports_verdict_is_graded(folder, epsilon, grade, tmp_path, datalen
     assert ("It may be handed on" in banner) == (grade != "weak")
     assert {"strong": "23.2 %", "moderate": "69.1 %", "weak": "100.0 %"}[grade] in banner
     assert "suspected before" in page and "Which classes are usable" in page
+    assert "What would help the others" in page and f"<li>{CLASSES[1]}: merge it with a similar class" in page
     assert datalens("verify", out, "--json").succeeded().json["ok"]

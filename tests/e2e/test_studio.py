@@ -253,6 +253,31 @@ def test_commands_are_shown_before_anything_runs(running: server.Server, studio:
     assert list(studio.out.iterdir()) == []
 
 
+def test_what_a_command_says_while_it_works_can_be_asked_for(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as about how long it takes. This one says so, and waits until it was heard."""
+    heard = tmp_path / "heard"
+    code = f"""
+import os, sys, time
+print("looking into images: about 40 s, by a timed part", file=sys.stderr, flush=True)
+while not os.path.exists({str(heard)!r}):
+    time.sleep(0.01)
+print('{{"ok": true}}')
+"""
+    monkeypatch.setattr(jobs, "_command", lambda words: [sys.executable, "-c", code])
+    assert studio.said() == ""
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(studio.ask(["inspect"])))
+    asking.start()
+    while not (line := studio.said()):
+        time.sleep(0.01)
+    heard.touch()
+    asking.join()
+    assert line == "looking into images: about 40 s, by a timed part" and found[0]["ok"]
+    assert studio.said() == ""
+
+
 def test_a_budget_is_made_once_and_shows_what_is_left(
     running: server.Server, studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ REPORT, OWNER = "report.html", "owner.html"
 MOST_BYTES = 5_000_000  # size limit of a sealed page
 GENERATOR = b'<meta name="generator" content="datalens">'
 _SEAL = re.compile(rb"<!-- sha256 of everything above: ([0-9a-f]{64}) -->\n\Z")
-FORMAT = 3  # of the release's page; increase it whenever the same release would give other bytes
+FORMAT = 4  # of the release's page; increase it whenever the same release would give other bytes
 _FORMAT = re.compile(rb'<meta name="datalens-page" content="([0-9]{1,6})">')
 _CERTIFICATE = re.compile(rb'<meta name="datalens-certificate" content="([0-9a-f]{64})">')
 

@@ -88,6 +88,7 @@ def _page(release: Path, like: bytes) -> bytes:
     budget, events = read_ledger(release / certificates.LEDGER)
     settings, schema = read_settings(c["settings"]), Schema.from_dict(c["public"])
     classifier = settings.makes == "classifier"
+    classes = [] if classifier else usable_classes(release, settings, schema, budget)
     shown = () if classifier else shown_classes(release)
     curves = [] if not events or math.isinf(float(c["epsilon_spent"])) else budget_curves(budget, events, like=like)
     releases = grouped(events, settings)
@@ -105,7 +106,8 @@ def _page(release: Path, like: bytes) -> bytes:
         seen=f"features of {c['settings']['extractor']}" if getattr(settings, "features", 0) else "pixels",
         picture=None if classifier else picture_of(release, shown, schema.name),
         left_out=[] if classifier else _left_out(shown, schema),
-        classes=[] if classifier else usable_classes(release, settings, schema, budget),
+        classes=[row[:3] for row in classes],
+        help=[(name, remedy) for name, _, _, remedy in classes if remedy],
         chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
         curve=_table(curves),
         releases_head=_COLUMNS[: len(releases[0])] if releases else _COLUMNS,
@@ -184,8 +186,10 @@ def percent_up(part: float) -> str:
     return f"{min(100.0, math.ceil(round(1000 * part, 6)) / 10):.1f} %"
 
 
-def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Budget) -> list[tuple[str, str, str]]:
-    """Return for each class its released number of records, and how usable its images are; [] if that is not known.
+def usable_classes(
+    release: Path, settings: Settings, schema: Schema, budget: Budget
+) -> list[tuple[str, str, str, str]]:
+    """Return (class, released number of records, how usable its images are, what helps) of each; [] if not known.
 
     All of it follows from released counts, which are in the generator.
     """
@@ -195,7 +199,7 @@ def usable_classes(release: Path, settings: Settings, schema: Schema, budget: Bu
     counts = dict(zip(generator.present.tolist(), generator.sizes.tolist(), strict=True))
     outlooks = settings.outlook(schema, budget, [counts.get(number, 0.0) for number in range(len(names))])
     return [
-        (name, "—" if number not in counts else f"about {float(f'{counts[number]:.2g}'):.0f}", one.words)
+        (name, "—" if number not in counts else f"about {float(f'{counts[number]:.2g}'):.0f}", one.words, one.remedy)
         for number, (name, one) in enumerate(zip(names, outlooks, strict=bool(outlooks)))
     ]
 

@@ -14,8 +14,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Studio:
 
     data: Path
     out: Path
+    lines: dict[str, str] = field(default_factory=dict)  # "of": the file of what a command says while it works
 
     def inside(self, name: str) -> Path:
         """Return a path in the folder of data.
@@ -145,23 +147,37 @@ class Studio:
 
     def ask(self, words: list[str]) -> dict[str, Any]:
         """Run a command that is soon done, and return what it says, with the command itself."""
-        try:
-            done = subprocess.run(
-                _command(words),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=QUICK_SECONDS,
-                stdin=subprocess.DEVNULL,
-            )
-        except subprocess.TimeoutExpired:
-            raise DatalensError(f"no answer in {QUICK_SECONDS} seconds: run it in a shell: {shown(words)}") from None
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as said:
+            self.lines["of"] = said.name
+            try:
+                done = subprocess.run(
+                    _command(words),
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    text=True,
+                    check=False,
+                    timeout=QUICK_SECONDS,
+                    stdin=subprocess.DEVNULL,
+                )
+            except subprocess.TimeoutExpired:
+                raise DatalensError(
+                    f"no answer in {QUICK_SECONDS} seconds: run it in a shell: {shown(words)}"
+                ) from None
+            errors = Path(said.name).read_text(encoding="utf-8", errors="replace")
         last = done.stdout.splitlines()[-1:]
         with contextlib.suppress(ValueError):
             said = json.loads(last[0]) if last else {}
             if said and "error" not in said:
                 return {**said, "command": shown(words)}
-        raise DatalensError(_last_line(done.stderr) or f"the command ended with code {done.returncode}")
+        raise DatalensError(_last_line(errors) or f"the command ended with code {done.returncode}")
+
+    def said(self) -> str:
+        """Return the last line that the command said which was asked last, such as how long it takes."""
+        try:
+            lines = Path(self.lines["of"]).read_text(encoding="utf-8", errors="replace").splitlines()
+        except (KeyError, OSError):
+            return ""
+        return lines[-1] if lines else ""
 
     # --- runs -------------------------------------------------------------------------------------
 

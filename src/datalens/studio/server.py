@@ -317,6 +317,7 @@ POST: dict[str, Callable[[Studio, dict[str, Any]], Any]] = {
     "/api/list": lambda studio, asked: studio.entries(asked.get("path", "")),
     "/api/inspect": lambda studio, asked: studio.ask(studio.words("inspect", asked, "--most=2000")),
     "/api/plan": lambda studio, asked: studio.ask(studio.words("plan", asked)),
+    "/api/said": lambda studio, asked: {"line": studio.said()},
     "/api/commands": lambda studio, asked: studio.commands(asked),
     "/api/budgets": lambda studio, asked: studio.budgets(),
     "/api/new-budget": lambda studio, asked: studio.make_budget(asked),

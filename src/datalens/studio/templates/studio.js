@@ -23,7 +23,20 @@ async function ask(path, fields, kind = "json") {
 
 async function doing(button, work) {
   button.disabled = true;
-  try { say(""); await work(); } catch (error) { say(error.message, true); } finally { button.disabled = false; }
+  const began = Date.now();
+  let over = false, line = "";
+  const tick = setInterval(async () => { // what the command at work says, such as how long it takes
+    const seconds = Math.round((Date.now() - began) / 1000);
+    let told = "";
+    try { told = (await ask("/api/said")).line; } catch { return; }
+    if (!over && seconds > 2) say(line = told || `At work: ${seconds} s so far.`);
+  }, 2000);
+  try { say(""); await work(); } catch (error) { say(error.message, true); } finally {
+    over = true;
+    clearInterval(tick);
+    button.disabled = false;
+    if (line && $("said").textContent === line) say("");
+  }
 }
 
 function element(tag, text, kind = "") {
