@@ -110,18 +110,22 @@ def test_the_lines_of_full(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     more = [f"datalens-paper, {how}" for how in ("authors' settings", "full-size teachers")]
     more += ["datalens-paper, authors' settings, full-size teachers"]
     without_noise = [methods[-1], more[0]] * 2
-    grey = [*methods, *more, methods[0], "datalens, refined", *methods[1:], *more] * 2  # at ε = 1, and 10
-    assert [row["column"] for row in rows] == grey + methods * 2 + methods[:1] * 14 + without_noise
-    count = 12 * 5 + 18 * 2 + 12 * 3 + 4 * 2 + 3 + 1  # scenes are not here
+    refined = "datalens, refined"
+    grey = [methods[0], refined, *methods[1:], *more] * 4  # at ε = 1, and 10
+    faces, small = [*methods, methods[0], refined, *methods[1:]], [methods[0], refined] * 2  # at ε = 3
+    assert [row["column"] for row in rows] == grey + faces + methods[:1] * 6 + small + methods[:1] * 8 + without_noise
+    count = 12 * 5 + 18 * 2 + 14 * 3 + 4 * 2 + 9  # scenes are not here; nine runs are refined
     assert len({one["name"] for one in ran}) == len(ran) == count
-    assert [row["seeds"] for row in rows[32:]] == [3] * 4 + [0] * 2 + [3] * 8 + [2] * 4
+    assert [row["seeds"] for row in rows[35:]] == [3] * 4 + [0] * 2 + [3, 1] * 2 + [3] * 8 + [2] * 4
     assert [(row["row"], row["paper"], row["difference"]) for row in rows[-3:-1]] == [
         ("MNIST ε=∞", None, None),
         ("Fashion-MNIST ε=∞", None, None),
     ]
-    for row in rows[:32]:
-        refined = {"MNIST ε=10": 1, "Fashion-MNIST ε=10": 3}.get(row["row"]) if "refined" in row["column"] else None
-        seeds = [0.9, 0.91, 0.92, 0.93, 0.94][: refined or (2 if "paper" in row["column"] else 5)]
+    for row in rows[:35]:
+        runs = 2 if "paper" in row["column"] else 5
+        if row["column"] == refined:
+            runs = 3 if row["row"] == "Fashion-MNIST ε=10" else 1
+        seeds = [0.9, 0.91, 0.92, 0.93, 0.94][:runs]
         assert (row["seeds"], row["ours"]) == (len(seeds), pytest.approx(statistics.fmean(seeds)))
         assert row["std"] == (pytest.approx(statistics.stdev(seeds)) if len(seeds) > 1 else None)
     assert "0.9200 ± 0.0158" in line_of(text, "MNIST ε=10 | datalens, warm start off")
@@ -171,7 +175,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     monkeypatch.setattr(harness, "run_cell", fake)
     made(tmp_path, full=True)
     names = [one["name"] for one in ran]
-    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 8 * 3 + 4 * 2 + 3 + 1  # nothing twice
+    assert len(names) == len(set(names)) == 8 * 5 + 16 * 2 + 10 * 3 + 4 * 2 + 8  # nothing twice
     assert ran[3]["accuracy_real"] == 0.99  # the ceiling, too, is kept
 
     # Asked for in another way, a cell is run again.
@@ -180,7 +184,7 @@ def test_goes_on_where_it_stopped(ran: list[dict[str, Any]], tmp_path: Path, mon
     other["options"]["epsilon"] = 2.0
     keep_cell(cells, "mnist-eps1-datalens-seed2", other)
     made(tmp_path, full=True)
-    assert [one["name"] for one in ran[108:]] == ["mnist-eps1-datalens-seed2"]
+    assert [one["name"] for one in ran[len(names) :]] == ["mnist-eps1-datalens-seed2"]
 
 
 def test_a_run_without_privacy_is_stamped(ran: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 PRINTED = ("DP-GAN", "PATE-GAN", "G-PATE", "GS-WGAN", "DataLens")
-OURS, ALONE = "datalens (ours)", "datalens, warm start off"
+OURS, ALONE, REFINED = "datalens (ours)", "datalens, warm start off", "datalens, refined"
 TO_THE_LETTER = "DataLens, printed discriminator"
 AUTHORS = "DataLens, authors' settings"
 FULL_SIZE, FULL_SIZE_AUTHORS = "DataLens, full-size teachers", "DataLens, authors' settings, full-size teachers"
@@ -20,6 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     FULL_SIZE_AUTHORS: {"method": "datalens-paper", "preset": "code", "network": "paper"},
     OURS: {"method": "datalens"},
     ALONE: {"method": "datalens", "warm_start": "off"},
+    REFINED: {"method": "datalens", "refine": "diffusion"},
 }
 # Ten epochs of the 37,540 faces of CelebA that were available; a thousand full-size critics would take hours on them.
 FACES: dict[str, dict[str, Any]] = {"DC-GAN": {"steps": 6_000}, "GS-WGAN": {"teachers": 100, "steps": 5}}
