@@ -13,7 +13,7 @@ help:
 	@echo "make test-slow  tests that take minutes or need the network"
 	@echo "make browser    the pages and the studio in a real Chromium, which must be installed"
 	@echo "make faults     60 kills at random moments, 200 injected faults: crashes, full disks, second writers"
-	@echo "make mutation   mutation testing of privacy/ and bounded/; hours"
+	@echo "make mutation   mutation testing of privacy/, bounded/ and the wiring, on all cores; hours on a few"
 	@echo "make check      ruff, mypy, import contracts"
 	@echo "make pythons    the wheel, installed and tried on every Python from 3.11 to 3.13 that is at hand"
 
@@ -61,7 +61,7 @@ faults: $(STAMP)
 	$(BIN)/python tests/e2e/faults.py --faults 200
 
 mutation: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py --jobs $$(nproc)
 
 pythons: $(STAMP)
 	$(BIN)/python tools/pythons.py

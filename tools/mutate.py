@@ -1,35 +1,50 @@
 """Mutation testing of `privacy/`, `bounded/`, DP-SGD and the wiring of methods, with one small change at a time.
 
-    python tools/mutate.py                       every module, hours on one core
+    python tools/mutate.py --jobs 16             every module
     python tools/mutate.py bounded/topk_sign.py  one module
+    python tools/mutate.py --wiring              the modules of the wiring
+    python tools/mutate.py --minutes 9 --resume  stop in time; the next call goes on
     python tools/mutate.py --sample 20           some mutants of each, drawn at random
+    python tools/mutate.py --table               test nothing, and print what the last run has found
 
 A mutant that no test notices survives. Survivors that change nothing about privacy are listed with a reason in
-docs/mutation.md, which this script reads; any other survivor makes it end with exit code 1.
+docs/mutation.md, one by one or by kind, which this script reads; any other survivor makes it end with exit code 1.
 
-The tree is copied first, so that edits during the run do not matter. The tests of a mutant run in a fork of a process
-that has loaded everything they need except datalens. Tests that killed mutants run first, then quick ones; the first
-failure ends the mutant. Hypothesis does not shrink the failures that it finds.
+The tree is copied first, so that edits during the run do not matter. A first run without a mutation remembers which
+lines of a module each test runs; a mutant is given the tests that run the changed line, or that start processes, whose
+lines nobody sees. It is tested in a fork of a process that has loaded everything but what depends on the module. Tests
+that killed mutants run first, then quick ones; the first failure ends the mutant. Hypothesis tries the same examples
+each time, and does not shrink the failures that it finds.
 """
 
 import argparse
-import ast
 import contextlib
-import copy
+import fnmatch
 import gc
+import hashlib
 import importlib
+import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mutants import Mutant, mutants
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +63,8 @@ def wired(*methods: str) -> tuple[str, ...]:
 
 
 # Module → its tests. Those that killed most recently run first, then quick ones.
-TESTS: dict[str, tuple[str, ...]] = {
+CORE: dict[str, tuple[str, ...]] = {
+    "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
     "bounded/contributions.py": ("unit/test_contributions.py", "unit/test_topk_sign.py", "unit/test_survivors.py"),
     "bounded/outer.py": ("unit/test_outer.py", "unit/test_record_moments.py", "unit/test_survivors.py"),
     "bounded/topk_sign.py": ("unit/test_topk_sign.py", "unit/test_contributions.py", "unit/test_survivors.py"),
@@ -117,7 +133,21 @@ TESTS: dict[str, tuple[str, ...]] = {
     "privacy/accountant.py": (*PRICES, "unit/test_parts.py"),
     "privacy/calibration.py": PRICES,
     "privacy/bounds.py": ("unit/test_bounds.py", "unit/test_survivors.py"),
-    # The wiring: what a method releases, samples, draws and passes on.
+}
+# The wiring: what a method releases, samples, draws and passes on; what reads the records; what `verify` believes.
+SHARING = ("unit/test_shares.py", "unit/test_partition.py", "unit/test_replace_one.py", "unit/test_persons.py")
+# What `verify` reads a release with.
+READ = (
+    *("released/verification.py", "released/checks.py", "released/certificate.py", "released/claim.py"),
+    *("released/weights.py", "released/loading.py", "released/classifier.py", "released/extras.py"),
+    *("released/drawing.py", "released/redrawing.py", "released/release.py", "released/signing.py"),
+)
+VERIFY = (
+    *("unit/test_certificate.py", "unit/test_old_releases.py", "unit/test_parts.py", "unit/test_persons.py"),
+    *("unit/test_released_moments.py", "unit/test_hostile_files.py", "unit/test_driver.py", "unit/test_published.py"),
+    *("e2e/test_forgeries.py", "e2e/test_signatures.py", "e2e/test_redrawing.py", "e2e/test_papers.py"),
+)
+WIRING: dict[str, tuple[str, ...]] = {
     "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
     "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
     "job.py": ("unit/test_job.py",),
@@ -151,8 +181,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "methods/gswgan.py": (*wired("gswgan"), "unit/test_one_of_many.py"),
     "methods/moments.py": (*wired("datalens moments"), "unit/test_record_moments.py"),
     "methods/pategan.py": (*wired("pategan gnmax", "pategan laplace"), "unit/test_votes.py"),
-    "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
-}
+    "methods/ensemble.py": (*wired("gpate", "pategan gnmax"), "unit/test_votes.py"),
+    "run/parked.py": ("unit/test_sgd_rules.py", "e2e/test_sgd.py"),
+    "run/cluster.py": ("e2e/test_cluster.py",),
+    "evaluate/publish.py": ("unit/test_published.py", "e2e/test_publish.py"),
+    "private/shares.py": SHARING,
+    "private/partition.py": SHARING,
+    "private/pool.py": (*wired("dpmerf", "dpgan"), "unit/test_noisy_critic.py", "unit/test_dpmerf.py"),
+    "private/critic_rows.py": (*wired("dpgan"), "unit/test_noisy_critic.py"),
+    "private/critics.py": (*wired("gswgan"), "unit/test_critics.py"),
+    "private/embedding.py": (*wired("dpmerf"), "unit/test_dpmerf.py"),
+    "private/moments.py": (*wired("datalens moments"), "unit/test_record_moments.py", "unit/test_outer.py"),
+    "private/teachers.py": (*wired("datalens topk-sign"), "unit/test_teachers.py"),
+    "released/accuracy.py": ("unit/test_published.py",),
+} | dict.fromkeys(READ, VERIFY)
+# Of these only the statements that decide what crosses or is charged are changed (`mutants.crossing`).
+PARTLY = frozenset(name for name in WIRING if name.startswith("methods/"))
+TESTS = CORE | WIRING
 
 # Slow tests of something other than these modules alone: a theorem, an import, thousands of ledgers at once.
 LEFT_OUT = (
@@ -164,393 +209,258 @@ LEFT_OUT = (
     "unit/test_three_accountants.py::test_pld_agrees_with_exact",
 )
 
-COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-}
-ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.RShift: ast.LShift,
-    ast.BitXor: ast.BitAnd,
-}
-NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "sqrt": "abs", "exp": "expm1"}
-
-# Calls whose arguments are not swapped, because it changes nothing or (`isinstance`) always fails.
-SYMMETRIC = {"min", "max", "minimum", "maximum", "logaddexp", "suppress", "isinstance"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """One changed source.
-
-    `before` and `after` are the statement around the change. With the module they name the mutant; a module that has
-    the same statement twice has several mutants of one name.
-    """
-
-    module: str
-    line: int
-    before: str
-    after: str
-    source: str
-
-    @property
-    def name(self) -> tuple[str, str, str]:
-        return self.module, self.before, self.after
-
-
-# --- making mutants ---------------------------------------------------------------------------
-
-
-def mutants(module: str, source: str) -> list[Mutant]:
-    """Return all different mutants. Changes that only affect a message, a type or a docstring are left out."""
-    tree = ast.parse(source)
-    by_text: dict[str, Mutant] = {}
-    for path, statement in statements(tree):
-        for before, after, changed in changes(statement):
-            whole = copy.deepcopy(tree)
-            put(whole, path, changed)
-            text = ast.unparse(ast.fix_missing_locations(whole))
-            mutant = Mutant(module=module, line=statement.lineno, before=before, after=after, source=text)
-            by_text.setdefault(text, mutant)
-    return list(by_text.values())
-
-
-Path_ = tuple[tuple[str, int], ...]
-
-
-def statements(tree: ast.Module) -> Iterator[tuple[Path_, ast.stmt]]:
-    """Yield every statement that does something, with its path in the tree."""
-
-    def walk(node: ast.AST, path: Path_) -> Iterator[tuple[Path_, ast.stmt]]:
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if not isinstance(block, list):
-                continue
-            for number, child in enumerate(block):
-                here = (*path, (field, number))
-                if not is_silent(child):
-                    yield here, child
-                if not (isinstance(child, ast.ClassDef) and any(ast.unparse(b) == "Protocol" for b in child.bases)):
-                    yield from walk(child, here)
-        for number, handler in enumerate(getattr(node, "handlers", [])):
-            yield from walk(handler, (*path, ("handlers", number)))
-
-    return walk(tree, ())
-
-
-def is_silent(node: ast.stmt) -> bool:
-    """Return whether a statement is an import, a docstring, a type alias or a plain declaration."""
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Global | ast.Nonlocal):
-        return True
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return True
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        return True
-    aliases = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name)
-    is_type = aliases and isinstance(node.targets[0], ast.Name) and re.match(r"[A-Z][a-z]", node.targets[0].id)  # type: ignore[union-attr]
-    return bool(is_type)
-
-
-def put(tree: ast.Module, path: Path_, statement: ast.stmt) -> None:
-    node: ast.AST = tree
-    for field, number in path[:-1]:
-        node = getattr(node, field)[number]
-    field, number = path[-1]
-    getattr(node, field)[number] = statement
-
-
-def changes(statement: ast.stmt) -> Iterator[tuple[str, str, ast.stmt]]:
-    """Yield (text before, text after, changed statement). Of a compound statement only the head is changed."""
-    head = headline(statement)
-    for removed in removals(statement):
-        yield head, headline(removed), removed
-    if isinstance(statement, ast.Raise):
-        return
-    for number, (_, _) in enumerate(spots(statement)):
-        for alternative in range(9):
-            changed = copy.deepcopy(statement)
-            node, swap = list(spots(changed))[number]
-            options = swap(node)
-            if alternative >= len(options):
-                break
-            options[alternative]()
-            if headline(changed) != head:
-                yield head, headline(changed), changed
-
-
-def removals(statement: ast.stmt) -> Iterator[ast.stmt]:
-    gone = ast.copy_location(ast.Pass(), statement)
-    if isinstance(statement, ast.Raise) or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
-        yield gone
-    if isinstance(statement, ast.Return) and statement.value is not None and ast.unparse(statement.value) != "None":
-        yield ast.copy_location(ast.Return(value=ast.Constant(None)), statement)
-    if isinstance(statement, ast.If | ast.While | ast.IfExp):
-        for value in (True, False) if isinstance(statement, ast.If) else (False,):
-            changed = copy.copy(statement)
-            changed.test = ast.Constant(value)
-            yield changed
-    if isinstance(statement, ast.AugAssign):
-        yield gone
-    if isinstance(statement, ast.Break | ast.Continue):
-        yield gone
-
-
-Swap = Callable[[ast.AST], list[Callable[[], None]]]
-
-
-def spots(statement: ast.stmt) -> Iterator[tuple[ast.AST, Swap]]:
-    """Yield the nodes of the statement's head that can be changed."""
-    for node in own_nodes(statement):
-        swap = SWAPS.get(type(node))
-        if swap is not None:
-            yield node, swap
-
-
-def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement, without those of nested statements, annotations, decorators and f-strings."""
-    skipped = {
-        "body",
-        "orelse",
-        "finalbody",
-        "handlers",
-        "annotation",
-        "returns",
-        "decorator_list",
-        "bases",
-        "type_params",
-    }
-    stack: list[ast.AST] = [statement]
-    while stack:
-        node = stack.pop()
-        yield node
-        for field, value in ast.iter_fields(node):
-            if isinstance(node, ast.stmt | ast.ExceptHandler) and field in skipped:
-                continue
-            if isinstance(node, ast.arg):
-                continue
-            for child in reversed(value if isinstance(value, list) else [value]):
-                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt | ast.JoinedStr):
-                    stack.append(child)
-
-
-def compare(node: ast.Compare) -> list[Callable[[], None]]:
-    return [
-        lambda i=i, new=new: node.ops.__setitem__(i, new())  # type: ignore[misc]
-        for i, op in enumerate(node.ops)
-        for new in COMPARISONS[type(op)]
-    ]
-
-
-def arithmetic(node: ast.BinOp | ast.AugAssign) -> list[Callable[[], None]]:
-    new = ARITHMETIC.get(type(node.op))
-    return [] if new is None else [lambda: setattr(node, "op", new())]
-
-
-def boolean(node: ast.BoolOp) -> list[Callable[[], None]]:
-    other = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
-    return [
-        lambda: setattr(node, "op", other),
-        *(lambda i=i: node.values.pop(i) for i in range(len(node.values)) if len(node.values) > 2),  # type: ignore[misc]
-    ]
-
-
-def unary(node: ast.UnaryOp) -> list[Callable[[], None]]:
-    def drop() -> None:
-        inner = node.operand
-        if isinstance(node.op, ast.Not):
-            node.operand = ast.UnaryOp(op=ast.Not(), operand=inner)
-        else:
-            node.op = ast.UAdd()
-
-    return [drop] if isinstance(node.op, ast.Not | ast.USub) else []
-
-
-def constant(node: ast.Constant) -> list[Callable[[], None]]:
-    value = node.value
-    new: list[object] = []
-    if isinstance(value, bool):
-        new = [not value]
-    elif isinstance(value, int):
-        new = [value + 1, *([value - 1] if value > 0 else [])]
-    elif isinstance(value, float):
-        new = [value * 2, value / 2] if value else [1.0]
-    elif isinstance(value, str) and re.fullmatch(r"[\w.-]{1,24}", value):
-        new = [value + "X"]
-    elif isinstance(value, bytes):
-        new = [value + b"X"]
-    return [lambda other=other: setattr(node, "value", other) for other in new]  # type: ignore[misc]
-
-
-def call(node: ast.Call) -> list[Callable[[], None]]:
-    options: list[Callable[[], None]] = []
-    named = node.func if isinstance(node.func, ast.Name) else None
-    attribute = node.func if isinstance(node.func, ast.Attribute) else None
-    swappable = len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2])
-    if swappable and (attribute.attr if attribute else named.id if named else "") not in SYMMETRIC:
-        options.append(lambda: node.args.__setitem__(slice(0, 2), node.args[1::-1]))
-    if named is not None and named.id in NAMES:
-        options.append(lambda: setattr(named, "id", NAMES[named.id]))
-    if attribute is not None and attribute.attr in NAMES:
-        options.append(lambda: setattr(attribute, "attr", NAMES[attribute.attr]))
-    return options
-
-
-def conditional(node: ast.IfExp) -> list[Callable[[], None]]:
-    def swap() -> None:
-        node.body, node.orelse = node.orelse, node.body
-
-    return [swap]
-
-
-def subscript(node: ast.Slice) -> list[Callable[[], None]]:
-    return [lambda f=f: setattr(node, f, None) for f in ("lower", "upper") if getattr(node, f) is not None]  # type: ignore[misc]
-
-
-SWAPS: dict[type[ast.AST], Swap] = {  # type: ignore[assignment]
-    ast.Compare: compare,
-    ast.BinOp: arithmetic,
-    ast.AugAssign: arithmetic,
-    ast.BoolOp: boolean,
-    ast.UnaryOp: unary,
-    ast.Constant: constant,
-    ast.Call: call,
-    ast.IfExp: conditional,
-    ast.Slice: subscript,
-}
-
-
-def headline(statement: ast.stmt) -> str:
-    """Return a statement on one line; of a compound one, only the head."""
-    if hasattr(statement, "body"):
-        statement = copy.copy(statement)
-        for field in ("body", "orelse", "finalbody", "handlers", "decorator_list"):
-            if hasattr(statement, field):
-                setattr(statement, field, [ast.Pass()] if field == "body" else [])
-    text = ast.unparse(ast.fix_missing_locations(statement))
-    return " ".join(text.split()).removesuffix(" pass")
-
-
 # --- testing them -----------------------------------------------------------------------------
 
 
+Tell = Callable[..., None]
+More = Callable[[str], int | None]
 TOO_LONG = 9  # the exit code of a fork whose test took too long
+NOTHING_COLLECTED = 5  # pytest's
+OPTIONS = (
+    *("-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", "-p", "no:xdist", "--no-header", "-o", "addopts="),
+    *("-p", "no:unraisableexception"),  # collects garbage, which takes longer than most tests
+    *("-m", "not slow and not gpu"),
+)
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What the tests of a module did without a mutation."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # test → processor time
+    walls: dict[str, float] = field(default_factory=dict)  # test → time by the clock
+    lines: dict[str, list[int]] = field(default_factory=dict)  # test → lines of the module that it ran
+    elsewhere: list[str] = field(default_factory=list)  # tests that start processes, whose lines nobody saw
+    failed: list[str] = field(default_factory=list)  # tests that fail here without a mutation: they are not used
+    loaded: list[str] = field(default_factory=list)  # modules that were imported
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that run the changed statement; all of them if it runs when the module is imported."""
+        at = set(range(mutant.line, mutant.end + 1))
+        whole = mutant.at_import
+        tests = [
+            test
+            for test in self.seconds
+            if test not in self.failed and (whole or test in self.elsewhere or at & set(self.lines.get(test, ())))
+        ]
+        return sorted(tests, key=lambda test: (self.seconds[test], test))
+
+
+class Watch:
+    """A pytest plugin for the run without a mutation: which lines of modules each test runs, and how long it takes."""
+
+    def __init__(self, modules: list[str], notes: Path) -> None:
+        self.notes = notes
+        self.ends = {f"/datalens/{module}": module for module in modules}
+        self.files: dict[str, str] = {}  # file of code → module, or ""
+        self.facts = {module: Facts() for module in modules}
+        self.test, self.began = "", (0.0, 0.0)
+        self.ran: dict[str, set[int]] = {}
+        self.elsewhere = False
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.forkpty"):
+            # Noise is drawn by a process that has nothing else of datalens.
+            self.elsewhere |= "privacy/exact.py" not in str(arguments[:2])
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+        file = frame.f_code.co_filename
+        if file not in self.files:
+            self.files[file] = next((module for end, module in self.ends.items() if file.endswith(end)), "")
+        module = self.files[file]
+        if not module:
+            return None
+        ran = self.ran.setdefault(module, set())
+        ran.add(frame.f_lineno)
+
+        def line(frame: FrameType, event: str, argument: object) -> Callable:
+            ran.add(frame.f_lineno)
+            return line
+
+        return line
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.test, self.began, self.ran = nodeid, (time.process_time(), time.monotonic()), {}
+        self.elsewhere = False
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        for module, facts in self.facts.items():
+            facts.seconds[nodeid] = time.process_time() - self.began[0]
+            facts.walls[nodeid] = time.monotonic() - self.began[1]
+            facts.lines[nodeid] = sorted(self.ran.get(module, ()))
+            facts.elsewhere += [nodeid] if self.elsewhere else []
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        for facts in self.facts.values():
+            if report.failed and report.nodeid not in facts.failed:  # type: ignore[attr-defined]
+                facts.failed.append(report.nodeid)  # type: ignore[attr-defined]
+
+    def pytest_unconfigure(self) -> None:
+        ours = ("datalens", "tests", "benchmarks", "test_", "conftest", "__")
+        for facts in self.facts.values():
+            facts.loaded = [name for name in sys.modules if not name.startswith(ours)]
+        self.notes.write_text(json.dumps({name: vars(facts) for name, facts in self.facts.items()}), encoding="utf-8")
 
 
 class Order:
-    """A pytest plugin that runs recent killers first, then quick tests. It writes its observations to a file."""
+    """A pytest plugin that runs only some tests: recent killers first, then quick ones. It notes which one failed."""
 
-    def __init__(self, notes: Path) -> None:
-        self.notes = notes
+    def __init__(self, notes: Path, facts: Facts, killers: dict[str, int]) -> None:
+        self.notes, self.facts, self.killers = notes, facts, killers
         self.skipped: type[BaseException] = sys.modules["pytest"].skip.Exception
-        self.seconds: dict[str, float] = {}  # the duration of each test without a mutation
-        self.took: dict[str, float] = {}
-        self.killers: dict[str, int] = {}  # test → number of its last kill
+        self.chosen: dict[str, int] = {}  # test → its place
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        items.sort(key=lambda item: (-self.killers.get(item.nodeid, 0), self.seconds.get(item.nodeid, 0.0)))
+        wanted = [item for item in items if item.nodeid in self.chosen]
+        items[:] = sorted(wanted, key=lambda item: self.chosen[item.nodeid])
 
     def pytest_runtest_setup(self, item: object) -> None:
-        """Set a time limit: a test that takes far longer than without the mutation kills the mutant, too."""
+        """Set time limits: a test that takes far longer than without the mutation kills the mutant, too."""
         test: str = item.nodeid  # type: ignore[attr-defined]
-
-        signal.signal(signal.SIGALRM, lambda *_: self.end(test, TOO_LONG))
-        signal.setitimer(signal.ITIMER_REAL, 10 * self.seconds.get(test, 60.0) + 5)
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, lambda *_: self.end(test, TOO_LONG))
+        signal.setitimer(signal.ITIMER_PROF, 8 * self.facts.seconds[test] + 5)
+        signal.setitimer(signal.ITIMER_REAL, 8 * self.facts.walls[test] + 20)
 
     def pytest_runtest_makereport(self, item: object, call: object) -> None:
         """End a mutant at the first failure, before pytest formats a report that nobody reads."""
         error = getattr(call, "excinfo", None)
-        if self.seconds and error is not None and not issubclass(error.type, self.skipped):
+        if error is not None and not issubclass(error.type, self.skipped):
             self.end(item.nodeid, 1)  # type: ignore[attr-defined]
-
-    def end(self, test: str, code: int) -> None:
-        self.killers[test] = 1 + max(self.killers.values(), default=0)
-        self.pytest_unconfigure()
-        os._exit(code)
-
-    def pytest_runtest_logreport(self, report: object) -> None:
-        test, took = report.nodeid, report.duration  # type: ignore[attr-defined]
-        self.took[test] = self.took.get(test, 0.0) + took
 
     def pytest_collectreport(self, report: object) -> None:
         if report.failed:  # type: ignore[attr-defined]
-            self.killers["(import)"] = 1 + max(self.killers.values(), default=0)
+            self.end("(import)", 1)
 
-    def pytest_unconfigure(self) -> None:
-        ours = ("datalens", "tests", "benchmarks", "test_", "conftest", "__")
-        loaded = [name for name in sys.modules if not name.startswith(ours)]
-        facts = {"seconds": self.took, "killers": self.killers, "loaded": loaded}
-        self.notes.write_text(json.dumps(facts), encoding="utf-8")
-
-    def learn(self) -> tuple[str, list[str]]:
-        """Return what the fork has written: the test that killed, if any, and the modules that were loaded."""
-        if not self.notes.exists():
-            return "", []
-        facts = json.loads(self.notes.read_text(encoding="utf-8"))
-        self.notes.unlink()
-        new = [test for test, when in facts["killers"].items() if when > self.killers.get(test, 0)]
-        self.killers = facts["killers"]
-        self.seconds = self.seconds or facts["seconds"]  # without a mutation
-        return "".join(new[-1:]), facts["loaded"]
+    def end(self, test: str, code: int) -> None:
+        self.notes.write_text(test, encoding="utf-8")
+        os._exit(code)
 
 
-def test(tree: Path, tests: tuple[str, ...], limit: float, order: Order) -> str:
-    """Run tests in a fork, and return `killed`, `survived` or `timeout`.
+@dataclass(kw_only=True)
+class Worker:
+    """One process that tests mutants, in its own copy of the tree."""
 
-    A timeout counts as killed: a gate that hangs releases nothing.
-    """
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.chdir(tree)
-        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.path[:0] = [str(tree / "src"), str(tree)]
-        os.environ["PYTHONPATH"] = str(tree / "src")  # for the processes that tests start
-        options = [
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:cov",
-            "-p",
-            "no:unraisableexception",  # collects garbage, which takes longer than most tests
-            "--no-header",
-            "-o",
-            "addopts=",
-            "-m",
-            "not slow and not gpu",
-        ]
-        without = [f"--deselect=tests/{name}" for name in LEFT_OUT]
-        arguments = [*options, *without, *(f"tests/{name}" for name in tests)]
-        os._exit(0 if sys.modules["pytest"].main(arguments, plugins=[order]) == 0 else 1)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return "survived" if code == 0 else "timeout" if code == TOO_LONG else "killed"
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
+    tree: Path
+    facts: dict[str, Facts]
+    killers: dict[str, dict[str, int]] = field(default_factory=dict)  # module → test → number of its last kill
+
+    def watch(self, modules: list[str], limit: float) -> None:
+        """Run the tests of modules that have the same ones, without a mutation; leave what they did beside the tree."""
+        notes = self.tree.parent / f"{modules[0].replace('/', '.')}.facts"
+        tests = [name for name in TESTS[modules[0]] if (self.tree / "tests" / name.split("::")[0]).exists()]
+
+        def inside() -> int:
+            options = [option for option in OPTIONS if option != "-x"]
+            without = [f"--deselect=tests/{name}" for name in LEFT_OUT]
+            arguments = [*options, "--continue-on-collection-errors", *without, *(f"tests/{name}" for name in tests)]
+            return int(
+                sys.modules["pytest"].main([*arguments, f"--basetemp={self.tree}/t"], plugins=[Watch(modules, notes)])
+            )
+
+        self.fork(inside, limit)
+
+    def template(self, module: str, todo: dict[int, Mutant], more: More, tell: Tell) -> None:
+        """Test mutants of one module, from a process that has imported what does not depend on it."""
+
+        def inside() -> int:
+            import_without(module)
+            gc.collect()
+            gc.freeze()
+            while (task := more(module)) is not None:
+                tell(task, *self.test(todo[task], task))
+            return 0
+
+        self.fork(inside, math.inf, lead=False)
+
+    def test(self, mutant: Mutant, number: int) -> tuple[str, str]:
+        """Return `killed`, `survived` or `timeout`, and the test that killed.
+
+        A timeout counts as killed: a gate that hangs releases nothing.
+        """
+        module = mutant.module
+        facts, killers = self.facts[module], self.killers.setdefault(module, {})
+        tests = facts.of(mutant)
+        if not tests:
+            return "survived", "(no test runs it)"
+        path = self.tree / "src" / "datalens" / module
+        source = path.read_text(encoding="utf-8")
+        notes = self.tree / "killer"
+        order = Order(notes, facts, killers)
+        order.chosen = {test: place for place, test in enumerate(sorted(tests, key=lambda test: -killers.get(test, 0)))}
+        path.write_text(mutant.write(), encoding="utf-8")
+        os.utime(path, (number + 1, number + 1))  # so that Python does not use the bytecode of the previous mutant
+        try:
+
+            def inside() -> int:
+                files = dict.fromkeys(test.split("::")[0] for test in order.chosen)
+                arguments = [*OPTIONS, f"--basetemp={self.tree}/t", *files]
+                return int(sys.modules["pytest"].main(arguments, plugins=[order]))
+
+            code = self.fork(inside, 60 + 8 * sum(facts.walls[test] for test in tests))
+        finally:
+            path.write_text(source, encoding="utf-8")
+            sweep(self.tree)
+            shutil.rmtree(self.tree / "t", ignore_errors=True)
+        killer = notes.read_text(encoding="utf-8") if notes.exists() else ""
+        notes.unlink(missing_ok=True)
+        if "::" in killer:
+            killers[killer] = 1 + max(killers.values(), default=0)
+        if code == NOTHING_COLLECTED:
+            return "survived", "(no test was collected)"
+        return ("survived" if code == 0 else "timeout" if code in (TOO_LONG, None) else "killed"), killer
+
+    def fork(self, inside: Callable[[], int], limit: float, *, lead: bool = True) -> int | None:
+        """Return the exit code of a forked process; None if it took too long."""
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if lead:
+                    os.setsid()
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    os.chdir(self.tree)
+                    log = os.open(self.tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                    os.dup2(log, 1)
+                    os.dup2(log, 2)
+                    home = self.tree / "tmp"
+                    home.mkdir(exist_ok=True)
+                    os.environ["TMPDIR"] = tempfile.tempdir = str(home)
+                sys.path[:0] = [str(self.tree / "src"), str(self.tree)]
+                os.environ["PYTHONPATH"] = str(self.tree / "src")  # for the processes that tests start
+                code = inside()
+            except BaseException:  # a fork never returns to its parent's code
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        end = time.monotonic() + limit
+        pause = 0.002
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+
+
+def import_without(module: str) -> None:
+    """Import all of datalens that can be imported without one module: a mutant of it changes nothing there."""
+    name = "datalens." + module.removesuffix(".py").replace("/", ".")
+    sys.modules[name] = None  # type: ignore[assignment]  # so that importing it fails, and what imports it is not kept
+    for path in sorted((ROOT / "src" / "datalens").rglob("*.py")):
+        other = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        if not other.endswith("__main__") and not other.startswith(("datalens.studio", "datalens.reproduce")):
+            with contextlib.suppress(Exception):
+                importlib.import_module(other)
+    del sys.modules[name]
 
 
 def sweep(tree: Path) -> None:
@@ -562,117 +472,340 @@ def sweep(tree: Path) -> None:
 
 
 def copy_tree(to: Path) -> None:
-    hidden = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("src", "tests", "benchmarks", "docs"):
-        shutil.copytree(ROOT / name, to / name, ignore=hidden)
+    hidden = shutil.ignore_patterns("__pycache__", ".*", "*.png", "*.svg")
+    for name in ("src", "tests", "benchmarks", "docs", "tools"):
+        shutil.copytree(
+            ROOT / name, to / name, ignore=hidden if name == "docs" else shutil.ignore_patterns("__pycache__", ".*")
+        )
     for name in ("pyproject.toml", "Makefile", "README.md"):
         shutil.copy(ROOT / name, to / name)
 
 
-def run(
-    tree: Path, module: str, luck: random.Random, sample: int | None, wanted: Callable[[Mutant], bool]
-) -> Iterator[dict]:
-    """Yield the verdict on each mutant of a module."""
-    path = tree / "src" / "datalens" / module
-    source = path.read_text(encoding="utf-8")
-    tests = tuple(name for name in TESTS[module] if (tree / "tests" / name.split("::")[0]).exists())
-    order = Order(tree / "notes")
-    began = time.monotonic()
-    if test(tree, tests, 600, order) != "survived":
-        sys.exit(f"the tests of {module} fail without a mutation: fix them first\n{(tree / 'log').read_text()[-3000:]}")
-    limit = 10 * (time.monotonic() - began) + 60  # generous, for a busy machine: a hanging test ends itself sooner
-    for name in order.learn()[1]:  # load it once for all forks
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    todo = [mutant for mutant in mutants(module, source) if wanted(mutant)]
-    if sample is not None:
-        todo = luck.sample(todo, min(sample, len(todo)))
-    for number, mutant in enumerate(todo):
-        path.write_text(mutant.source, encoding="utf-8")
-        os.utime(path, (number + 1, number + 1))  # so that Python does not use the bytecode of the previous mutant
-        verdict, killer = test(tree, tests, limit, order), order.learn()[0]
+def fingerprint(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+# --- many at once -----------------------------------------------------------------------------
+
+
+def side_by_side(
+    trees: list[Path],
+    work: Callable[[Worker, str, More, Tell], None],
+    facts: dict[str, Facts],
+    sizes: dict[str, int],
+    heard: Tell,
+    end: float,
+) -> None:
+    """Share out tasks among processes. What has begun at the end of the time is lost.
+
+    Args:
+        trees: the copy of the tree of each process.
+        work: takes a worker, `more` (returns the next task of a module, or None), `tell` (reports on one) and `pick`
+            (returns the module to go on with, or None).
+        facts: what tests do without a mutation.
+        sizes: module → number of its tasks. The tasks of all modules are numbered in this order.
+        heard: is called in this process with every report.
+        end: by `time.monotonic`.
+    """
+    names = list(sizes)
+    firsts = dict(zip(names, [0, *itertools.accumulate(sizes.values())], strict=False))
+    context = multiprocessing.get_context("fork")
+    begun, busy = context.Array("i", len(names)), context.Array("i", len(names), lock=False)
+    read, write = os.pipe()
+    children = []
+
+    def pick() -> str | None:
+        """Return the module with most mutants for each process at work on it, of the first that are unfinished."""
+        with begun.get_lock():
+            left = {number: sizes[name] - begun[number] for number, name in enumerate(names)}
+            window = [number for number in left if left[number] > 0][: len(trees)]
+            if not window or time.monotonic() > end:
+                return None
+            best = max(window, key=lambda number: left[number] / (busy[number] + 1))
+            busy[best] += 1
+            return names[best]
+
+    def more(name: str) -> int | None:
+        number = names.index(name)
+        with begun.get_lock():
+            if begun[number] >= sizes[name] or time.monotonic() > end:
+                return None
+            begun[number] += 1
+            return firsts[name] + begun[number] - 1
+
+    def tell(*said: object) -> None:
+        os.write(write, json.dumps(said).encode() + b"\n")
+
+    for tree in trees:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(read)
+                os.setsid()
+                worker = Worker(tree=tree, facts=facts)
+                while (name := pick()) is not None:
+                    work(worker, name, more, tell)
+                    with begun.get_lock():
+                        busy[names.index(name)] -= 1
+                os._exit(0)
+            except BaseException:  # a fork never returns to its parent's code
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        children.append(child)
+    os.close(write)
+    rest = b""
+    while time.monotonic() < end + 1:
+        ready, _, _ = select.select([read], [], [], 0.5)
+        content = os.read(read, 65536) if ready else b""
+        if ready and not content:
+            break  # every process has ended
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            heard(*json.loads(line))
+    os.close(read)
+    for tree, child in zip(trees, children, strict=True):
+        for process in [child, *descendants(child)]:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        os.waitpid(child, 0)
         sweep(tree)
-        facts = {key: value for key, value in asdict(mutant).items() if key != "source"}
-        yield facts | {"verdict": verdict, "killer": killer}
-        if verdict == "survived":
-            print(f"SURVIVED {module}:{mutant.line}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
-        if number % 25 == 24:
-            print(f"{module}: {number + 1} of {len(todo)}, {time.monotonic() - began:.0f} s", flush=True)
-    path.write_text(source, encoding="utf-8")
 
 
-def listed() -> dict[tuple[str, str, str], str]:
-    """Return the table of docs/mutation.md: (module, before, after) → why it may survive."""
-    reasons = {}
+def descendants(process: int) -> list[int]:
+    """Return the processes that a process has started, directly or not."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(entry.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1])
+            parents.setdefault(parent, []).append(int(entry.parent.name))
+    found: list[int] = []
+    todo = [process]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        found += children
+        todo += children
+    return found
+
+
+# --- what was found ---------------------------------------------------------------------------
+
+Name = tuple[str, str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasons:
+    """The tables of docs/mutation.md: why mutants may survive."""
+
+    single: dict[Name, str]
+    kinds: list[tuple[str, re.Pattern[str], re.Pattern[str], str]]  # module (or pattern), was, is, why
+
+    def of(self, name: Name) -> str:
+        """Return why a mutant may survive; "" if there is no reason."""
+        if name in self.single:
+            return self.single[name]
+        module, before, after = name
+        for where, was, turned, why in self.kinds:
+            if fnmatch.fnmatchcase(module, where) and was.search(before) and turned.search(after):
+                return why
+        return ""
+
+
+def listed() -> Reasons:
+    single, kinds = {}, []
     for line in (ROOT / "docs" / "mutation.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 4 and cells[0] in TESTS:
-            reasons[(cells[0], cells[1].strip("`"), cells[2].strip("`"))] = cells[3]
-    return reasons
+        if len(cells) == 4 and cells[0] in TESTS and cells[1].startswith("`"):
+            single[(cells[0], cells[1].strip("`"), cells[2].strip("`"))] = cells[3]
+        elif len(cells) == 4 and cells[1].startswith("/") and cells[1].endswith("/"):
+            kinds.append((cells[0].strip("`"), re.compile(cells[1][1:-1]), re.compile(cells[2][1:-1]), cells[3]))
+    return Reasons(single=single, kinds=kinds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", default=list(TESTS), help="such as privacy/ledger.py; default: all")
-    parser.add_argument("--sample", type=int, help="test only this many mutants of each module, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="where to write verdicts as JSON")
-    parser.add_argument("--again", type=Path, help="test only survivors without a reason of this earlier --out")
-    parser.add_argument("--unlisted", action="store_true", help="leave out mutants that have a reason, which are slow")
-    parser.add_argument("--from-line", type=int, default=0, help="first line of the module to mutate, to go on there")
-    options = parser.parse_args()
-    import torch
+def name_of(verdict: dict) -> Name:
+    return verdict["module"], verdict["before"], verdict["after"]
 
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-    import hypothesis
-    import pytest  # noqa: F401 (loaded once, for all forks)
 
-    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutation", phases=phases, database=None)
-    hypothesis.settings.load_profile("mutation")
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C by default
-    known = listed()
-    before = None
-    if options.again is not None:
-        before = survivors(json.loads(options.again.read_text(encoding="utf-8"))) - known.keys()
-    results: list[dict] = []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        for module in options.modules:
-            luck = random.Random(f"{options.seed} {module}")
+def survivors(results: list[dict]) -> set[Name]:
+    return {name_of(result) for result in results if result["verdict"] == "survived"}
 
-            def wanted(mutant: Mutant) -> bool:
-                left_out = options.unlisted and mutant.name in known
-                return mutant.line >= options.from_line and not left_out and (before is None or mutant.name in before)
 
-            verdicts: list[dict] = []
-            for verdict in run(tree, module, luck, options.sample, wanted):
-                verdicts.append(verdict)
-                results.append(verdict)
-                write(options.out, results)  # a run that is stopped after hours has not been in vain
-            survived = survivors(verdicts)
-            explained = survived & known.keys()
-            killed = len(verdicts) - len(survived)
-            print(
-                f"{module}: {len(verdicts)} mutants, {killed} killed, {len(explained)} survived with "
-                f"a reason in docs/mutation.md, {len(survived) - len(explained)} without",
-                flush=True,
-            )
-    sys.exit(1 if survivors(results) - known.keys() else 0)
+def summary(results: list[dict], reasons: Reasons, whole: dict[str, int]) -> list[str]:
+    """Return the rows of the table of docs/mutation.md for these results."""
+    rows = []
+    for module in dict.fromkeys(result["module"] for result in results):
+        mine = [result for result in results if result["module"] == module]
+        survived = [result for result in mine if result["verdict"] == "survived"]
+        explained = sum(bool(reasons.of(name_of(result))) for result in survived)
+        numbers = (whole[module], len(mine), len(mine) - len(survived), explained, len(survived) - explained)
+        rows.append(f"| `{module}` | " + " | ".join(map(str, numbers)) + " |")
+    return rows
 
 
 def write(path: Path, results: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(results, indent=0, ensure_ascii=False), encoding="utf-8")
+    os.replace(draft, path)
 
 
-def survivors(results: list[dict]) -> set[tuple[str, str, str]]:
-    return {(r["module"], r["before"], r["after"]) for r in results if r["verdict"] == "survived"}
+# --- the command ------------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="such as privacy/ledger.py; default: all")
+    parser.add_argument("--wiring", action="store_true", help="all modules of the wiring")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; --resume goes on")
+    parser.add_argument("--resume", action="store_true", help="keep the verdicts in --out on modules that are the same")
+    parser.add_argument("--sample", type=int, help="test only this many mutants of each module, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--out", type=Path, default=Path("runs/mutation.json"), help="where to write verdicts as JSON")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="add the verdicts of these files, later ones winning, to --out"
+    )
+    parser.add_argument("--table", action="store_true", help="test nothing: print the table of --out, and what is open")
+    parser.add_argument("--again", type=Path, help="test only survivors without a reason of this earlier --out")
+    parser.add_argument("--unlisted", action="store_true", help="leave out mutants that have a reason, which are slow")
+    parser.add_argument("--from-line", type=int, default=0, help="first line of the module to mutate, to go on there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    modules = [*(WIRING if options.wiring else ()), *options.modules] or list(TESTS)
+    reasons = listed()
+    sources = {module: (ROOT / "src" / "datalens" / module).read_text(encoding="utf-8") for module in modules}
+    everything = {module: mutants(module, source, only=module in PARTLY) for module, source in sources.items()}
+    whole = {module: len(found) for module, found in everything.items()}
+    hashes = {module: fingerprint(source) for module, source in sources.items()}
+    kept: dict[tuple[str, int], dict] = {}
+    for path in options.merge or ([options.out] if options.resume or options.table else []):
+        for verdict in json.loads(path.read_text(encoding="utf-8")) if path.exists() else ():
+            if hashes.get(verdict["module"]) == verdict["source"]:
+                mutant = everything[verdict["module"]][verdict["place"]]
+                # As this Python writes them: versions differ in quotes.
+                verdict |= {"before": mutant.before, "after": mutant.after}
+                kept[verdict["module"], verdict["place"]] = verdict
+    results = list(kept.values())
+    if options.merge or options.table:
+        write(options.out, results)
+        tell_all(results, reasons, whole)
+    before = None
+    if options.again is not None:
+        earlier = survivors(json.loads(options.again.read_text(encoding="utf-8")))
+        before = {name for name in earlier if not reasons.of(name)}
+    todo: dict[str, list[Mutant]] = {}
+    for module, found in everything.items():
+        wanted = [
+            mutant
+            for mutant in found
+            if mutant.line >= options.from_line
+            and not (options.unlisted and reasons.of(mutant.name))
+            and (before is None or mutant.name in before)
+            and (module, mutant.place) not in kept
+        ]
+        if options.sample is not None:
+            wanted = random.Random(f"{options.seed} {module}").sample(wanted, min(options.sample, len(wanted)))
+        if wanted:
+            todo[module] = wanted
+    run(todo, options, results, hashes)
+    tell_all(results, reasons, whole)
+
+
+def tell_all(results: list[dict], reasons: Reasons, whole: dict[str, int]) -> NoReturn:
+    """Print what was found, and end with 1 if a mutant survives without a reason."""
+    survived = [result for result in results if result["verdict"] == "survived" and not reasons.of(name_of(result))]
+    for one in sorted(survived, key=lambda one: (one["module"], one["line"])):
+        print(f"SURVIVED {one['module']}:{one['line']} {one['killer']}\n  - {one['before']}\n  + {one['after']}")
+    print("| module | mutants | run | killed | in a table | open |\n|---|---|---|---|---|---|")
+    print("\n".join(summary(results, reasons, whole)))
+    missing = sum(whole.values()) - len({(one["module"], one["place"]) for one in results})
+    print(f"{len(results)} mutants were run, {missing} were not; {len(survived)} survive without a reason")
+    sys.stdout.flush()
+    os._exit(1 if survived else 0)  # without the noise that libraries make at the end
+
+
+def run(
+    todo: dict[str, list[Mutant]], options: argparse.Namespace, results: list[dict], hashes: dict[str, str]
+) -> None:
+    """Test mutants, and add the verdicts to the results."""
+    end = time.monotonic() + 60 * options.minutes
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import hypothesis
+    import pytest  # noqa: F401 (loaded once, for all forks)
+    import torch
+
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile(
+        "mutation",
+        phases=phases,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("mutation")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="m") as folder:
+        trees = [Path(folder) / f"{number:02d}" for number in range(options.jobs)]
+        for tree in trees:
+            copy_tree(tree)
+
+        together: dict[tuple[str, ...], list[str]] = {}
+        for module in todo:
+            together.setdefault(TESTS[module], []).append(module)
+        groups = {group[0]: group for group in together.values()}
+
+        def watch(worker: Worker, module: str, more: More, tell: Tell) -> None:
+            while more(module) is not None:
+                worker.watch(groups[module], min(900.0, end - time.monotonic()))
+
+        began = time.monotonic()
+        side_by_side(trees, watch, {}, dict.fromkeys(groups, 1), lambda: None, end)
+        facts: dict[str, Facts] = {}
+        for module in groups:
+            path = Path(folder) / f"{module.replace('/', '.')}.facts"
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            facts |= {name: Facts(**one) for name, one in found.items()}
+            for one in list(facts.values())[-1:] if found else []:
+                print(f"{module}: {len(one.seconds)} tests, {sum(one.seconds.values()):.1f} s", flush=True)
+                print(*(f"  fails without a mutation, so it is not used: {test}" for test in one.failed), sep="\n")
+        print(f"{time.monotonic() - began:.0f} s without mutations", flush=True)
+        for name in sorted({name for one in facts.values() for name in one.loaded}):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        ready = {module: found for module, found in todo.items() if module in facts}
+        tasks = [mutant for found in ready.values() for mutant in found]
+        numbered = dict(enumerate(tasks))
+        written = time.monotonic()
+
+        def heard(task: int, verdict: str, killer: str) -> None:
+            nonlocal written
+            one = tasks[task]
+            found = {
+                "module": one.module,
+                "place": one.place,
+                "line": one.line,
+                "before": one.before,
+                "after": one.after,
+            }
+            results.append(found | {"verdict": verdict, "killer": killer, "source": hashes[one.module]})
+            if time.monotonic() > written + 5:
+                written = time.monotonic()
+                write(options.out, results)  # a run that is stopped after hours has not been in vain
+                print(f"{len(results)} of {len(tasks)}, {written - began:.0f} s", flush=True)
+
+        def work(worker: Worker, module: str, more: More, tell: Tell) -> None:
+            worker.template(module, numbered, more, tell)
+
+        sizes = {module: len(found) for module, found in ready.items()}
+        side_by_side(trees, work, facts, sizes, heard, end)
+        write(options.out, results)
 
 
 if __name__ == "__main__":
