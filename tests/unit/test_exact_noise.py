@@ -127,6 +127,24 @@ def test_a_run_opens_the_noise_it_planned() -> None:
     assert worker.poll() is not None
 
 
+def test_many_draws_at_once_are_drawn_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draw is asked for once, in whatever thread."""
+    monkeypatch.setattr(noise_module, "FEW_DRAWS", 4)
+    counts: list[int] = []
+
+    def draw(count: int) -> list[int]:
+        counts.append(count)
+        return list(range(count))
+
+    monkeypatch.setattr(exact, "sampler", lambda sigma: draw)
+    for threads, pieces in ((1, [11]), (3, [3, 4, 4])):
+        with open_noise("discrete-gaussian", 5.0, draws=11, threads=threads) as source:
+            assert isinstance(source, ExactNoise)
+            assert source.integers(11).tolist() == [number for many in reversed(pieces) for number in range(many)]
+            assert sorted(counts) == pieces
+            counts.clear()
+
+
 # --- the plan -----------------------------------------------------------------------------------------------------
 
 MNIST = Schema(name="mnist", height=28, width=28, channels=1, classes=tuple(map(str, range(10))), nominal_size=60_000)

@@ -11,7 +11,7 @@ import torch
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
 from datalens.bounded.parts import PartSum, join, whole
-from datalens.public.threads import mapped
+from datalens.public.threads import AHEAD, mapped, one_core_each, side_by_side
 
 GRID = 100
 
@@ -142,9 +142,30 @@ def test_results_come_in_order_and_little_is_taken_ahead(threads: int) -> None:
         for number, inside in mapped(work, items()):
             found.append(number)
             assert inside == 1  # whole chunks side by side, and no threads within
-            assert taken - len(found) <= 2 * threads
+            assert taken - len(found) <= threads + AHEAD
         assert found == list(range(40))
         assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_torch_has_one_core_where_chunks_are_side_by_side(threads: int) -> None:
+    before = torch.get_num_threads()
+
+    @one_core_each()
+    def work() -> list[tuple[int, int]]:
+        with one_core_each():  # again, by what is called
+            assert (torch.get_num_threads(), side_by_side()) == (1, threads)
+            found = list(mapped(lambda _: (torch.get_num_threads(), side_by_side()), range(9)))
+        assert (torch.get_num_threads(), side_by_side()) == (1, threads)
+        return found
+
+    try:
+        torch.set_num_threads(threads)
+        # In one thread, work is done where it is called.
+        assert set(work()) == {(1, 1)}
+        assert (torch.get_num_threads(), side_by_side()) == (threads, threads)
     finally:
         torch.set_num_threads(before)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,6 +154,40 @@ def test_neither_threads_nor_the_place_of_rows_matter(
             assert torch.equal(ask(found).private_total, wanted[kind]), kind
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_device_computes_what_the_processor_does(tmp_path: Path) -> None:
+    """At toy size the device is the processor; `benchmarks.cores rows` compares a GPU with it."""
+    basis, device = make_basis("opponent", SHAPE, SIZE), torch.device("cpu")
+    assert moments.same_rows_on(device, SCHEMA, basis=basis, texture=TEXTURE)
+    data = Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS)
+    found, expected = RecordRows.gather(data, basis=basis, texture=TEXTURE, device=device), gather()
+    for kind, ask in ASKS.items():
+        assert torch.equal(ask(found).private_total, ask(expected).private_total), kind
+
+
+def test_a_device_that_rounds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    class Rounding(Texture):
+        def __call__(self, pixels: Tensor, *, full: float = 1.0) -> Tensor:
+            return super().__call__(pixels, full=full) + (0.3 / FINE if len(calls) else 0)
+
+    real, calls = moments.record_features, []
+
+    def features(pixels: Tensor, **how: Any) -> Tensor:
+        found = real(pixels, basis=how["basis"], texture=Rounding(SHAPE))
+        calls.append(0)
+        return found
+
+    monkeypatch.setattr(moments, "record_features", features)
+    assert not moments.same_rows_on(
+        torch.device("cpu"), SCHEMA, basis=make_basis("opponent", SHAPE, SIZE), texture=TEXTURE
+    )
+    monkeypatch.setattr(moments, "record_features", real)
+    monkeypatch.setattr(method, "same_rows_on", lambda *args, **kwargs: False)
+    data = Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS)
+    settings = make_plan(TrainOptions(out=Path("unused"), epsilon=math.inf), SCHEMA)[1]
+    assert method.gather(data, settings, HERE).fingerprint == gather().fingerprint
+    assert "the records are summed without it" in capsys.readouterr().err
 
 
 def test_the_fingerprint_is_of_the_records_and_not_of_their_order() -> None:

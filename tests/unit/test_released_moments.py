@@ -16,6 +16,7 @@ from datalens.privacy.events import GaussianEvent
 from datalens.privacy.released import Released
 from datalens.public import streams
 from datalens.public.texture import Texture
+from datalens.public.threads import one_core_each
 from datalens.released import moments
 from datalens.released.drawing import draw, in_proportion
 from datalens.released.release import load_generator
@@ -182,6 +183,51 @@ def test_images_are_images(model: moments.MomentModel) -> None:
     assert images.dtype == np.uint8
     assert labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
     assert np.array_equal(images, draw(model, count=7, seed=3, classes=2, balanced=True)[0])
+
+
+def test_images_do_not_depend_on_threads(model: moments.MomentModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of labels are cut into pieces, of which several are made side by side: of the same random numbers."""
+    labels, before = torch.arange(23) % 2, torch.get_num_threads()
+    monkeypatch.setattr(moments, "PIECE", 4)
+    random = streams.generator(1, "x")
+    expected = [model.images(part, random) for part in labels.split(10)]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found = list(model.batches(labels.split(10), streams.generator(1, "x")))
+            assert [len(part) for part in found] == [10, 10, 3]
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_whitening_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "WHITENING", 3000)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with one_core_each():
+                found.append(moments.make_whitening(start(), torch.arange(2), seed=0))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0].values, found[1].values) and torch.equal(found[0].matrix, found[1].matrix)
+
+
+def test_the_steps_are_those_of_adam() -> None:
+    goal = torch.linspace(-1, 1, 12).view(3, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return (x.sin() - goal).square().sum()
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    found, adam = moments._descend(x.detach(), loss, 12), torch.optim.Adam([x], lr=moments.RATE)
+    for _ in range(12):
+        adam.zero_grad()
+        loss(x).backward()
+        adam.step()
+    assert torch.equal(found, x.detach())
 
 
 def test_classes_that_are_not_there_are_not_drawn(model: moments.MomentModel) -> None:

@@ -91,7 +91,7 @@ def sum_outer(
         if unit not in (None, "record" if chunk.persons is None else "person"):
             raise ValueError("chunks of one sum must be of records, or of persons")
         unit = "record"
-        alone = torch.ones(len(chunk.slots), dtype=torch.bool)
+        alone = torch.ones(len(chunk.slots), dtype=torch.bool, device=chunk.slots.device)
         if chunk.persons is not None:
             unit, last = "person", _after(chunk.persons, last)
             alone = _add_persons(Outer(slots=chunk.slots, left=left, right=right, persons=chunk.persons), total, bound)
@@ -101,7 +101,7 @@ def sum_outer(
     if total is None:
         raise ValueError("nothing to sum: there were no records")
     return BoundedSum(
-        private_total=total.flatten(1).round().to(torch.int64),
+        private_total=total.flatten(1).round().to(torch.int64).cpu(),
         l2_bound=float(bound),
         diameter=2.0 * bound if diameter is None else diameter,
         row_unit="person" if unit == "person" else "record",

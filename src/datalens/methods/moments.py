@@ -65,10 +65,11 @@ from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.mechanisms import make_mechanism
 from datalens.privacy.noise import open_noise
 from datalens.privacy.released import Released
-from datalens.private.moments import RecordRows
+from datalens.private.moments import RecordRows, same_rows_on
 from datalens.progress import say
 from datalens.public.basis import make_basis
 from datalens.public.texture import Texture
+from datalens.public.threads import one_core_each, side_by_side
 from datalens.released import moments as released
 from datalens.run import cluster
 from datalens.run.cluster import ClusterRows, check_options
@@ -602,6 +603,7 @@ LEAST_PART = 0.25  # of the planned mu² of a release: with less, it would be mo
 Ask = Callable[[str, Callable[[], BoundedSum]], Released]
 
 
+@one_core_each()
 def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings, place: Place) -> released.MomentModel:
     """Make all releases, and return the generator that follows from them."""
     s, schema = settings, run.schema
@@ -685,6 +687,7 @@ def _with_texture(
     )
 
 
+@one_core_each()
 def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRows | ClusterRows:
     """Return every record's rows, as whole numbers: those of this process, or those that a cluster holds."""
     shape, asked = records.schema.shape, place.options
@@ -699,7 +702,11 @@ def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRo
     basis = make_basis("opponent", shape, settings.coordinates)
     # On the disk of the run, not that of temporary files, which may itself be memory.
     folder = next(parent for parent in place.folder.absolute().parents if parent.is_dir())
-    return RecordRows.gather(records, basis=basis, texture=Texture(shape), folder=folder)
+    texture, device = Texture(shape), place.device
+    if not same_rows_on(device, records.schema, basis=basis, texture=texture):
+        say(f"the {device.type} device rounds otherwise than processors do: the records are summed without it")
+        device = torch.device("cpu")
+    return RecordRows.gather(records, basis=basis, texture=texture, folder=folder, device=device)
 
 
 def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]) -> Released:
@@ -720,7 +727,8 @@ def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]
         contributions = total()
         sigma = noise_for(name, s, run.ledger)
         law = s.noise if sigma > 0 else "gaussian"
-        with open_noise(law, sigma, draws=contributions.cells, seed=run.noise_seed) as noise:
+        cells, threads = contributions.cells, side_by_side()
+        with open_noise(law, sigma, draws=cells, seed=run.noise_seed, threads=threads) as noise:
             answer = make_mechanism(sigma, noise).release(contributions, run.ledger, step=step)
         run.journal.save(answer)
     run.log(step, sigma=answer.event.sigma)

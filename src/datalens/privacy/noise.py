@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import TracebackType
 from typing import NoReturn, Protocol, runtime_checkable
@@ -203,7 +204,7 @@ def _box_muller(entropy: bytes, count: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def open_noise(
-    law: NoiseLaw, sigma: float, *, draws: int, seed: int | None = None
+    law: NoiseLaw, sigma: float, *, draws: int, seed: int | None = None, threads: int | None = None
 ) -> Iterator[NoiseSource | IntegerNoise]:
     """Open the noise source of a run, as a context manager.
 
@@ -212,14 +213,16 @@ def open_noise(
         sigma: Its standard deviation (for the discrete Gaussian; standard normals are scaled by the mechanism).
         draws: About how many draws the run will need. If they are many, a second process draws them ahead.
         seed: None for the operating system's generator. NOT PRIVATE with a seed, and used for Gaussian noise only.
+        threads: Threads that draw, if the run needs all draws at one time and has nothing to do meanwhile; None: it
+            needs them one after the other.
 
     Raises:
         DatalensError: OpenDP is needed and does not work.
     """
     if law == "gaussian":
         yield SecureNoise() if seed is None else SeededNoise(seed)
-    elif draws <= FEW_DRAWS:
-        yield ExactNoise(sigma)
+    elif draws <= FEW_DRAWS or threads is not None:
+        yield ExactNoise(sigma, threads=threads or 1)
     else:
         with DrawnAhead(sigma) as ahead:
             yield ahead
@@ -244,8 +247,9 @@ class ExactNoise:
 
     origin: NoiseOrigin = "operating-system"
 
-    def __init__(self, sigma: float) -> None:
+    def __init__(self, sigma: float, *, threads: int = 1) -> None:
         self.sigma = sigma
+        self._threads = threads  # of many draws; the sampler is compiled code, and takes bits of its own for every draw
         try:
             self._draw = exact.sampler(sigma)
         except Exception as error:  # OpenDP is missing, or its version has another API
@@ -257,7 +261,14 @@ class ExactNoise:
         pass
 
     def integers(self, count: int) -> np.ndarray:
-        return np.array(self._draw(count), dtype=np.int64)
+        def drawn(many: int) -> np.ndarray:
+            return np.array(self._draw(many), dtype=np.int64)
+
+        if count <= FEW_DRAWS or self._threads == 1:
+            return drawn(count)
+        pieces = [min(FEW_DRAWS, count - start) for start in range(0, count, FEW_DRAWS)]
+        with ThreadPoolExecutor(self._threads) as pool:
+            return np.concatenate(list(pool.map(drawn, pieces)))
 
 
 class DrawnAhead(Owned):

@@ -27,14 +27,17 @@ from datalens.data.records import Block, Records
 from datalens.data.schema import Schema
 from datalens.private.shares import FINGERPRINT_MODULUS, Rows
 from datalens.progress import bar
+from datalens.public import streams
 from datalens.public.basis import Basis
 from datalens.public.texture import Texture
-from datalens.public.threads import mapped
+from datalens.public.threads import mapped, side_by_side
 
 FINE = 2**10  # grid steps per unit of brightness
 WHITE = 2**12  # grid steps per unit of the whitening matrix
 STEEPEST = 2**27  # most of these steps: with fewer than 2^10 features below 2^15 each, sums stay below 2^53
-CHUNK = 1024  # records at a time
+CHUNK = 1024  # records at a time, in each of a few threads
+FEW_THREADS = 8  # more threads take smaller chunks, so that memory does not grow with their number
+CHUNKS_ON_GPU = 8  # so many chunks at a time, on a GPU
 HEAD = 2**10  # grid steps per unit of a classifier's weights
 ODDS = 2**20  # grid steps of the most likely class's odds
 LARGEST = 2**21  # most of a stored value that takes long to compute: squares of 2^10 of them add up to 2^52 at most
@@ -47,8 +50,8 @@ KEY = 16  # bytes of a hash that stands for a person: no two are alike
 View = Callable[[Tensor], Tensor]
 
 
-# Labels, values and persons of a chunk → its rows.
-Row = Callable[[Tensor, Tensor, Tensor | None], Outer]
+# Labels and values of a chunk → its rows.
+Row = Callable[[Tensor, Tensor], Outer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class RecordRows:
             hashes: A hash for each person, where several parts are compared.
         """
         self._rows = rows.close()
+        self._chunk = CHUNK * (CHUNKS_ON_GPU if rows.device.type == "cuda" else 1)
         self._labels = labels.close() if isinstance(labels, Rows) else Rows.of(labels).close()
         self._order = None if persons is None else persons.argsort(stable=True)
         self._persons = None if persons is None else persons[self._order]
@@ -102,6 +106,7 @@ class RecordRows:
         folder: Path | None = None,
         memory: int = MEMORY,
         shown: bool = True,
+        device: torch.device | None = None,
     ) -> "RecordRows":
         """Read the stream once and keep the rows of all records.
 
@@ -112,11 +117,13 @@ class RecordRows:
             folder: Where the file of rows lies, if they need one; None: that of temporary files.
             memory: Bytes of rows that are kept in memory.
             shown: Whether progress is shown.
+            device: What computes rows and sums, and keeps rows if they fit (see `same_rows_on`); None: the processor.
         """
         schema = records.schema
         place: dict[str, Any] = {"capacity": schema.nominal_size, "limit": memory, "folder": folder}
         cpu, width = torch.device("cpu"), basis.size + texture.size
-        rows = Rows(torch.Size([width]), stored_type(schema), cpu, **place)
+        device = device or cpu
+        rows = Rows(torch.Size([width]), stored_type(schema), device, **place)
         labels = Rows(torch.Size([]), torch.int32, cpu, **place | {"limit": max(memory, MEMORY // 16)})
         keys = bytearray()  # of persons, in the order in which the stream asks for them
         persons: list[np.ndarray] = []
@@ -137,8 +144,11 @@ class RecordRows:
 
             def worked(read: tuple[Block, np.ndarray]) -> tuple[Block, Tensor, np.ndarray, int]:
                 block, whose = read
-                features = record_features(torch.from_numpy(block.images), basis=basis, texture=texture)
-                return block, features.to(stored_type(schema)), whose, fingerprint_of(block, whose)
+                images = torch.from_numpy(block.images).to(device)
+                features = torch.empty(len(images), width, dtype=stored_type(schema), device=device)
+                for some, place in zip(images.split(CHUNK), features.split(CHUNK), strict=True):
+                    place.copy_(record_features(some, basis=basis, texture=texture))
+                return block, features, whose, fingerprint_of(block, whose)
 
             for block, features, whose, part_of_fingerprint in mapped(worked, blocks()):
                 progress.advance(task, len(block.index))
@@ -174,10 +184,10 @@ class RecordRows:
 
     def texture(self, stored: Tensor, *, centre: Tensor, white: Tensor) -> Tensor:
         """Return the texture features of stored rows, centred and whitened by public tensors on grids."""
-        centred = stored[:, self._coordinates :].to(torch.float64) - to_fine(centre)
+        centred = stored[:, self._coordinates :].to(torch.float64) - to_fine(centre).to(stored.device)
         # All numbers are integers below 2^53: exact in any order, so equal for a record in any batch.
-        steps = (white.to(torch.float64) * WHITE).round().clamp(-STEEPEST, STEEPEST)
-        return (centred @ steps / WHITE).round()
+        steps = (white.to(stored.device, torch.float64) * WHITE).round().clamp(-STEEPEST, STEEPEST)
+        return (centred @ steps).div_(WHITE).round_().clamp_(-LARGEST, LARGEST)  # so that squares add up exactly, too
 
     # --- sums of bounded rows -------------------------------------------------------------------
 
@@ -190,14 +200,14 @@ class RecordRows:
             edges: Edges of the bins.
             grid: The vote of a record, an integer.
         """
-        inner = edges[1:-1].to(torch.float64) * FINE
+        inner = (edges[1:-1].to(torch.float64) * FINE).to(self._rows.device)
 
-        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+        def row(labels: Tensor, values: Tensor) -> Outer:
             norms = values.square().sum(dim=1).sqrt()  # squares of integers: an exact sum
             bins = torch.bucketize(norms, inner)
             votes = torch.nn.functional.one_hot(bins, len(edges) - 1).to(torch.float64)
             one = torch.full_like(votes[:, :1], float(grid))
-            return Outer(slots=torch.zeros_like(labels), left=votes, right=one, persons=persons)
+            return Outer(slots=torch.zeros_like(labels), left=votes, right=one)
 
         diameter = 2**0.5 * grid * (1 + 1e-12)
         return self._sum(row, view, means, Bounds(slots=1, left=1, right=grid, diameter=diameter))
@@ -214,10 +224,10 @@ class RecordRows:
         """
         room = int((grid**2 - counted**2) ** 0.5)
 
-        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+        def row(labels: Tensor, values: Tensor) -> Outer:
             clipped = on_grid(values, clip=clip * FINE, grid=room)
             votes = torch.cat([clipped, torch.full_like(clipped[:, :1], float(counted))], dim=1)
-            return Outer(slots=labels, left=torch.ones_like(votes[:, :1]), right=votes, persons=persons)
+            return Outer(slots=labels, left=torch.ones_like(votes[:, :1]), right=votes)
 
         return self._sum(row, view, None, Bounds(slots=classes, left=1, right=grid))
 
@@ -231,9 +241,9 @@ class RecordRows:
             grid: Bound on the norm of u as integers.
         """
 
-        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+        def row(labels: Tensor, values: Tensor) -> Outer:
             clipped = on_grid(values, clip=clip * FINE, grid=grid)
-            return Outer(slots=labels, left=clipped, right=clipped, persons=persons)
+            return Outer(slots=labels, left=clipped, right=clipped)
 
         if self._persons is not None and len(means) * means.shape[1] ** 2 > TRUNCATED**2:
             raise ValueError("the diameter of a person's row is not proved for this many cells")
@@ -252,10 +262,10 @@ class RecordRows:
             least: Errors shorter than this, of √2 at most, count for less.
             grid: Bound on the norm of either factor, in integers.
         """
-        weights = (head.to(torch.float64) * HEAD).round().clamp(-STEEPEST, STEEPEST)
+        weights = (head.to(self._rows.device, torch.float64) * HEAD).round().clamp(-STEEPEST, STEEPEST)
         per_step = sharpness / (HEAD * grid)
 
-        def row(labels: Tensor, values: Tensor, persons: Tensor | None) -> Outer:
+        def row(labels: Tensor, values: Tensor) -> Outer:
             left = on_grid(values, clip=1.0, grid=grid)
             # Exact up to here. What exp rounds is put on a grid; rows of eight leave no rest to be computed apart.
             logits = torch.nn.functional.pad(left @ weights * per_step, (0, 0, 0, -len(left) % 8))
@@ -266,7 +276,6 @@ class RecordRows:
                 slots=torch.zeros_like(labels),
                 left=left,
                 right=on_grid(error, clip=least * ODDS, grid=grid),
-                persons=persons,
             )
 
         return self._sum(row, view, None, Bounds(slots=1, left=grid, right=grid))
@@ -282,7 +291,7 @@ class RecordRows:
         found = Rows(torch.Size([width]), torch.int32, torch.device("cpu"), capacity=self.count, folder=folder)
 
         def worked(start: int) -> Tensor:
-            values = view(self._rows.between(start, min(start + CHUNK, self.count)))
+            values = view(self._rows.between(start, min(start + CHUNK, self.count)).cpu())
             return values.clamp(-LARGEST, LARGEST).to(torch.int32)
 
         for values in mapped(worked, range(0, self.count, CHUNK)):
@@ -295,15 +304,19 @@ class RecordRows:
 
     def _sum(self, row: Row, view: View, means: Tensor | None, bounds: "Bounds") -> BoundedSum:
         """Return the sum of all records' rows. Threads sum chunks of records; where they are cut does not matter."""
-        around = None if means is None else to_fine(means)
-        ranges = list(self._ranges())
+        around = None if means is None else to_fine(means).to(self._rows.device)
+        ranges = list(self._ranges(max(1, self._chunk * FEW_THREADS // max(FEW_THREADS, side_by_side()))))
 
         def chunks(some: list[tuple[int, int]]) -> Iterator[Outer]:
             for start, end in some:
                 stored, labels = self._read(start, end)
                 values = view(stored)
-                persons = None if self._persons is None else self._persons[start:end]
-                yield row(labels, values if around is None else values - around[labels], persons)
+                rows = row(labels, values if around is None else values - around[labels])
+                if self._persons is None:
+                    yield rows
+                else:
+                    whose, factors = self._persons[start:end], (rows.left.cpu(), rows.right.cpu())
+                    yield Outer(slots=rows.slots.cpu(), left=factors[0], right=factors[1], persons=whose)
 
         def one(part: int) -> PartSum:
             total = sum_outer(
@@ -315,23 +328,24 @@ class RecordRows:
             )
             return PartSum(total=total, parts=(part,), records=sum(end - start for start, end in ranges[part::parts]))
 
-        parts = min(len(ranges), max(torch.get_num_threads(), -(-self.count // EXACT)))
+        parts = min(len(ranges), max(side_by_side(), -(-self.count // EXACT)))
         return join(mapped(one, range(parts))).total
 
     def _read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Return stored rows and labels of some records, in the order of persons where these are the units."""
         if self._order is None:
-            return self._rows.between(start, end), self._labels.between(start, end).to(torch.int64)
-        index = self._order[start:end] + 1
-        rows, labels = self._rows.take(index), self._labels.take(index).to(torch.int64)
-        self._rows.forget()
-        return rows, labels
+            rows, labels = self._rows.between(start, end), self._labels.between(start, end)
+        else:
+            index = self._order[start:end] + 1
+            rows, labels = self._rows.take(index), self._labels.take(index)
+            self._rows.forget()
+        return rows, labels.to(rows.device, torch.int64)
 
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of at most CHUNK records, more if one person has more. An empty set has one empty range."""
+    def _ranges(self, chunk: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of at most `chunk` records, more if one person has more; one empty range of an empty set."""
         start = 0
         while start < max(self.count, 1):
-            end = min(start + CHUNK, self.count)
+            end = min(start + chunk, self.count)
             if self._persons is not None and 0 < end < self.count:
                 first = int(torch.searchsorted(self._persons, self._persons[end]))  # of the person at `end`
                 end = first if first > start else int(torch.searchsorted(self._persons, self._persons[end], right=True))
@@ -345,12 +359,26 @@ def record_features(images: Tensor, *, basis: Basis, texture: Texture) -> Tensor
     Each row is a function of its record alone.
     """
     parts = []
-    for some in images.split(TOGETHER):
+    for some in images.split(CHUNK if images.is_cuda else TOGETHER):
         pixels = some.permute(0, 3, 1, 2).to(torch.float64).contiguous()
         coordinates = basis.forward(pixels) * (FINE / 255)
         features = texture(pixels, full=255.0) * FINE
         parts.append(torch.cat([coordinates, features], dim=1).round_().to(torch.int32))
     return torch.cat(parts)
+
+
+def same_rows_on(device: torch.device, schema: Schema, *, basis: Basis, texture: Texture) -> bool:
+    """Return whether a device computes the same rows as the processor, to the last bit, of some public images.
+
+    Arithmetic is of whole numbers, or of single values in float64, which every device rounds in the same way. Only the
+    means over cells of the grid are sums of rounded numbers: of few, and each of one image, but in an order of the
+    device's own.
+    """
+    random, shape = streams.generator(0, "same rows"), (CHUNK, schema.height, schema.width, schema.channels)
+    images = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+    images[: CHUNK // 2] //= torch.randint(1, 128, (CHUNK // 2, 1, 1, 1), generator=random, dtype=torch.uint8)  # faint
+    ours, theirs = (record_features(images.to(where), basis=basis, texture=texture).cpu() for where in ("cpu", device))
+    return torch.equal(ours, theirs)
 
 
 def stored_type(schema: Schema) -> torch.dtype:
@@ -388,12 +416,10 @@ def fingerprint_of(block: Block, persons: np.ndarray) -> int:
 
     It does not depend on the order of records: it is the same whatever files and machines they are spread over.
     """
-    total = 0
-    for label, whose, image in zip(block.labels, persons, block.images, strict=True):
-        digest = hashlib.sha256(label.astype("<i8").tobytes())
-        digest.update(whose.tobytes())
-        digest.update(np.ascontiguousarray(image).data)
-        total += int.from_bytes(digest.digest(), "little")
+    labels = np.ascontiguousarray(block.labels, dtype="<i8").view(np.uint8).reshape(-1, 8)
+    pixels = block.images.reshape(len(block.images), -1)
+    content = np.concatenate([labels, persons, pixels], axis=1)
+    total = sum(int.from_bytes(hashlib.sha256(one).digest(), "little") for one in content)
     return total % FINGERPRINT_MODULUS
 
 

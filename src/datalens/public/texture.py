@@ -7,7 +7,7 @@ moments are released for each class, and synthetic images are changed until thei
 """
 
 import math
-from functools import cached_property
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,12 +34,8 @@ class Texture:
         self._grid = (max(1, min(FINEST, height // 4)), max(1, min(FINEST, width // 4)))
         self._planes = ORIENTATIONS * len(SCALES)
         self.size = self._grid[0] * self._grid[1] * (self._planes + self._channels)
-        # As one matrix, which for a single plane is faster than a convolution, forwards and backwards.
-        impulses = torch.eye(height * width).view(-1, 1, height, width)
-        waves = F.conv2d(impulses, _filters(), stride=2, padding=max(size for _, size, _ in SCALES) // 2)
-        self._steps = tuple(waves.shape[2:])
-        self._waves = (waves.flatten(1) * 2**26).round() / 2**26  # [pixels, 2·planes·steps]
-        self._width = width
+        self._shape = (height, width)
+        self._steps = _steps(height, width)
 
     def __call__(self, images: Tensor, *, full: float = 1.0) -> Tensor:
         """Return the features, [n, size]. `full` is the value of the brightest pixel."""
@@ -58,7 +54,9 @@ class Texture:
 
     def _moduli(self, light: Tensor, unit: float) -> Tensor:
         """Return the moduli of the waves, [n, planes, *steps], from pixels [n, height·width]."""
-        waves = (light @ self._waves.to(light)).view(len(light), 2, self._planes, *self._steps) * unit
+        waves = (light @ _waves_on(*self._shape, light.dtype, light.device)).view(
+            len(light), 2, self._planes, *self._steps
+        ) * unit
         return (waves.square().sum(dim=1) + _SMOOTH).sqrt()
 
     def _moduli_by_rows(self, light: Tensor, unit: float) -> Tensor:
@@ -67,21 +65,10 @@ class Texture:
         The sums have other terms that are zero only, so where they are exact, the result has the same bits.
         """
         moduli = light.new_empty(len(light), self._planes, *self._steps)
-        for row, (pixels, waves) in enumerate(self._rows_of_waves):
+        for row, (pixels, waves) in enumerate(_rows_of_waves(*self._shape, light.device)):
             cosines, sines = ((light[:, pixels] @ waves) * unit).square_().chunk(2, dim=1)
             moduli[:, :, row] = (cosines.add_(sines)).add_(_SMOOTH).sqrt_().unflatten(1, (self._planes, -1))
         return moduli
-
-    @cached_property
-    def _rows_of_waves(self) -> list[tuple[slice, Tensor]]:
-        """For each row of waves the pixels it depends on, and their weights, [pixels, 2·planes·steps in a row]."""
-        waves = self._waves.to(torch.float64).view(-1, 2 * self._planes, *self._steps)
-        found = []
-        for row in range(self._steps[0]):
-            used = torch.nonzero(waves[:, :, row].flatten(1).any(dim=1)).flatten() // self._width * self._width
-            pixels = slice(int(used[0]), int(used[-1]) + self._width)
-            found.append((pixels, waves[pixels, :, row].flatten(1).contiguous()))
-        return found
 
 
 def _is_exact(values: Tensor) -> bool:
@@ -89,6 +76,37 @@ def _is_exact(values: Tensor) -> bool:
     return values.dtype == torch.float64 and not values.requires_grad
 
 
+def _steps(height: int, width: int) -> tuple[int, int]:
+    """Return the number of places of a wave, down and across: every second one, with a margin."""
+    side, margin = max(size for _, size, _ in SCALES), max(size for _, size, _ in SCALES) // 2
+    return (height + 2 * margin - side) // 2 + 1, (width + 2 * margin - side) // 2 + 1
+
+
+@lru_cache(maxsize=4)
+def _waves_on(height: int, width: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    """Return all waves at all places as one matrix, [pixels, 2·planes·steps].
+
+    For a single plane it is faster than a convolution, forwards and backwards.
+    """
+    impulses = torch.eye(height * width).view(-1, 1, height, width)
+    waves = F.conv2d(impulses, _filters(), stride=2, padding=max(size for _, size, _ in SCALES) // 2)
+    return ((waves.flatten(1) * 2**26).round() / 2**26).to(kind).to(device)
+
+
+@lru_cache(maxsize=4)
+def _rows_of_waves(height: int, width: int, device: torch.device) -> list[tuple[slice, Tensor]]:
+    """Return for each row of waves the pixels it depends on, and their weights, [pixels, 2·planes·steps in a row]."""
+    down, across = _steps(height, width)
+    waves = _waves_on(height, width, torch.float64, torch.device("cpu")).view(height * width, -1, down, across)
+    found = []
+    for row in range(down):
+        used = torch.nonzero(waves[:, :, row].flatten(1).any(dim=1)).flatten() // width * width
+        pixels = slice(int(used[0]), int(used[-1]) + width)
+        found.append((pixels, waves[pixels, :, row].flatten(1).contiguous().to(device)))
+    return found
+
+
+@cache
 def _filters() -> Tensor:
     """Return cosine and then sine waves under a Gaussian envelope, [2·planes, 1, side, side]; zero for a flat image."""
     side = max(size for _, size, _ in SCALES)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ from PIL import Image
 from datalens.data.schema import Schema
 from datalens.progress import LONG, bar, duration, say
 from datalens.public import streams
+from datalens.public.threads import side_by_side
 from datalens.released.generator import Generator
+from datalens.released.moments import PIECE, MomentModel
 from datalens.released.synthetic import grid
 from datalens.released.weights import AnyGenerator
 
@@ -59,11 +62,17 @@ def draw(
     _say_how_long(generator, labels)
     parts = []
     with torch.no_grad(), bar("sampling", count, shown=shown) as (progress, task):
-        for part in labels.split(1000):
-            images = generator.images(part, random).cpu()  # [n, c, h, w]
-            parts.append((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
-            progress.advance(task, len(part))
+        for images in _batches(generator, labels.split(1000), random):  # [n, c, h, w]
+            parts.append((images.cpu() * 255).round().to(torch.uint8).permute(0, 2, 3, 1))
+            progress.advance(task, len(images))
     return torch.cat(parts).numpy(), labels.numpy()
+
+
+def _batches(generator: AnyGenerator, parts: Sequence[torch.Tensor], random: torch.Generator) -> Iterator[torch.Tensor]:
+    """Yield the images of each part of the labels."""
+    if isinstance(generator, MomentModel):
+        return generator.batches(parts, random)
+    return (generator.images(part, random) for part in parts)
 
 
 TIMED = 64  # images that are timed, at most
@@ -77,6 +86,8 @@ def _say_how_long(generator: AnyGenerator, labels: torch.Tensor) -> None:
         return
     few = labels[: min(TIMED, len(labels) // WARM)]
     seconds = _timed(generator, few) * len(labels) / len(few)
+    if isinstance(generator, MomentModel) and generator.maps.device.type == "cpu":
+        seconds /= min(side_by_side(), -(-len(labels) // PIECE))  # so few images are drawn by one of the threads
     if seconds > LONG:
         say(f"sampling {len(labels)} images takes about {duration(seconds)}, by {len(few)} timed ones")
 

@@ -9,8 +9,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, repeat
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -19,12 +21,14 @@ from datalens.privacy.released import Released
 from datalens.public import streams
 from datalens.public.basis import Basis, make_basis
 from datalens.public.texture import Texture
+from datalens.public.threads import mapped, one_core_each
 
 LEAST_COUNT = 20  # a class with a smaller noisy count is treated as one of this many records
 PRESENT = 4.0  # a class counts as present if its noisy count is this many standard deviations of noise above zero
 WHITENING = 20_000  # images drawn to estimate the texture of samples
 RIDGE = 0.003  # added to the variances before whitening, relative to the leading ones: limits the magnification
 RATE = 0.35  # learning rate of the gradient steps, in logits of brightness
+PIECE = 250  # images that are given their texture together; of smaller pieces, last bits can differ
 
 
 # --- reading released values ------------------------------------------------------------------
@@ -157,7 +161,8 @@ def make_whitening(start: Start, present: Tensor, seed: int) -> Whitening:
     """Compute the mean and the principal directions of texture from images of the first model."""
     labels = present[torch.arange(WHITENING) % len(present)]
     texture, random = Texture(start.shape), streams.generator(seed, "whitening")
-    features = torch.cat([texture(start.images(part, random)) for part in labels.split(1000)]).to(torch.float64)
+    first = (piece for part in labels.split(1000) for piece in start.images(part, random).split(PIECE))
+    features = torch.cat(list(mapped(texture, first))).to(torch.float64)
     centre = features.mean(dim=0)
     values, vectors = torch.linalg.eigh(torch.cov(features.mT))
     ridge = RIDGE * values[-20:].mean()
@@ -189,11 +194,33 @@ class MomentModel:
 
     def images(self, labels: Tensor, random: torch.Generator) -> Tensor:
         """Return images [n, c, h, w] in [0, 1]; the same labels and randomness give the same images."""
-        images = self.start.images(labels, random)
+        (images,) = self.batches([labels], random)
+        return images
+
+    def batches(self, parts: Iterable[Tensor], random: torch.Generator) -> Iterator[Tensor]:
+        """Yield the images of each part of the labels, as `images` would; threads work on several parts side by side.
+
+        Random numbers are drawn in the order of the parts, so the images do not depend on the number of threads.
+        """
+        side_by_side = map if self.maps.device.type == "cuda" else mapped  # a GPU works on one piece at a time
+        with one_core_each():
+            pieces = side_by_side(lambda piece: (piece[0], self._textured(*piece[1:])), self._pieces(parts, random))
+            for _, images in groupby(pieces, key=itemgetter(0)):
+                yield torch.cat([piece for _, piece in images])
+
+    def _pieces(self, parts: Iterable[Tensor], random: torch.Generator) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the first images and the labels of each piece, with the number of its part."""
+        for number, labels in enumerate(parts):
+            first = self.start.images(labels, random)
+            pieces = max(1, -(-len(labels) // PIECE)) if self.maps.device.type == "cpu" else 1
+            yield from zip(repeat(number), first.chunk(pieces), labels.chunk(pieces), strict=False)
+
+    def _textured(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return first images after the steps towards the texture that records have."""
         if self.steps == 0:
             return images
-        images, labels = images.to(self.maps.device), labels.to(self.maps.device)
         texture = Texture(self.start.shape)
+        images, labels = images.to(self.maps.device), labels.to(self.maps.device)
         size = self.maps.shape[1]
 
         def whitened(x: Tensor) -> Tensor:
@@ -275,12 +302,19 @@ def make_model(
 
 
 def _descend(x: Tensor, loss: Callable[[Tensor], Tensor], steps: int) -> Tensor:
-    """Minimise the loss with Adam, so that every pixel moves about equally far."""
+    """Minimise the loss with Adam, so that every pixel moves about equally far.
+
+    These are the operations of `torch.optim.Adam`, which takes seconds to import.
+    """
     x = x.clone().requires_grad_()
-    adam = torch.optim.Adam([x], lr=RATE)
-    with torch.enable_grad():
-        for _ in range(steps):
-            adam.zero_grad()
-            loss(x).backward()
-            adam.step()
+    mean, square = torch.zeros_like(x), torch.zeros_like(x)
+    first, second = 0.9, 0.999
+    for step in range(1, steps + 1):
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(loss(x), x)
+        with torch.no_grad():
+            mean.lerp_(slope, 1 - first)
+            square.mul_(second).addcmul_(slope, slope, value=1 - second)
+            width = (square.sqrt() / (1 - second**step) ** 0.5).add_(1e-8)
+            x.addcdiv_(mean, width, value=-(RATE / (1 - first**step)))
     return x.detach()
