@@ -4,8 +4,8 @@ python -m benchmarks.cores [--data mnist] [--threads 1 2] [--images 20000] [--re
 
 All in one process, which takes turns, since the speed of a shared machine changes; of each the least seconds count.
 `--device` adds a GPU, with the first number of threads and with the last. Prints a JSON line for each, with the
-seconds divided by those of the first. Also says whether all have made the same release for one noise seed, the
-same images from one release, and, of a GPU, the rows of records that the processor computes.
+seconds divided by those of the first. Also says whether all have made the same weights for one noise seed, the same
+images from one release, and, of a GPU, the rows of records that the processor computes.
 """
 
 import argparse
@@ -86,34 +86,31 @@ if __name__ == "__main__":
     if arguments.device != "cpu":
         ways += [(arguments.threads[0], arguments.device), (arguments.threads[-1], arguments.device)]
     seconds: dict[Any, list[tuple[float, float]]] = {way: [] for way in ways}
-    hashes: dict[Any, str] = {}
-    releases: dict[Any, str] = {}
+    facts: dict[Any, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(dir=".") as name:
         first = Path(name) / "first"
         fit(arguments.data, "cpu", first)  # imports; all images are drawn from this release
-        for way in ways:
-            draw(first, 50, way[1])
-        for number in range(arguments.repeats):
+        for threads, device in ways:
+            torch.set_num_threads(threads)
+            weights = release(arguments.data, device, Path(name) / f"seeded-{threads}-{device}")
+            one = draw(first, 500, device)[1]
+            facts[threads, device] = {"device": device, "threads": threads, "weights": weights[:16], "images": one}
+            if device != "cpu":
+                facts[threads, device]["same_rows"] = same_rows(torch.device(device))
+            print(json.dumps(facts[threads, device]), flush=True)
+        for number in range(1, arguments.repeats + 1):
             for threads, device in ways:
                 torch.set_num_threads(threads)
                 fitted = fit(arguments.data, device, Path(name) / f"{threads}-{device}-{number}")
-                drawn, hashes[threads, device] = draw(first, arguments.images, device)
+                drawn, hashed = draw(first, arguments.images, device)
+                facts[threads, device]["images"] = hashed
                 seconds[threads, device].append((fitted, drawn))
-                print(json.dumps({"threads": threads, "device": device, "fit": fitted, "draw": drawn}), flush=True)
-        for threads, device in ways:
-            torch.set_num_threads(threads)
-            releases[threads, device] = release(arguments.data, device, Path(name) / f"seeded-{threads}-{device}")
-    least = {way: [min(column) for column in zip(*measured, strict=True)] for way, measured in seconds.items()}
-    for (threads, device), (fitted, drawn) in least.items():
-        line: dict[str, object] = {"threads": threads, "repeats": arguments.repeats}
-        line |= {"seconds_of_fit": round(fitted, 2), "seconds_of_images": round(drawn, 2), "images": arguments.images}
-        line |= {
-            "fit_by_one": round(fitted / least[ways[0]][0], 3),
-            "images_by_one": round(drawn / least[ways[0]][1], 3),
-        }
-        line |= {"same_images": hashes[threads, device] == hashes[ways[0]]}
-        line |= {"same_release": releases[threads, device] == releases[ways[0]]}
-        if device != "cpu":
-            line |= {"same_rows": same_rows(torch.device(device))}
-        line |= {"load": round(os.getloadavg()[0], 1)}
-        print(json.dumps(line | describe(torch.device(device))), flush=True)
+            least = {way: [min(column) for column in zip(*measured, strict=True)] for way, measured in seconds.items()}
+            for way, (fitted, drawn) in least.items():
+                line = {"threads": way[0], "repeats": number, "images": arguments.images}
+                line |= {"seconds_of_fit": round(fitted, 2), "fit_by_first": round(fitted / least[ways[0]][0], 3)}
+                line |= {"seconds_of_images": round(drawn, 2), "images_by_first": round(drawn / least[ways[0]][1], 3)}
+                for what in ("weights", "images"):
+                    line |= {f"same_{what}": facts[way][what] == facts[ways[0]][what]}
+                line |= {"load": round(os.getloadavg()[0], 1)}
+                print(json.dumps(line | describe(torch.device(way[1]))), flush=True)
