@@ -354,7 +354,7 @@ ROOTS = set(
         r"\w+",
         """
         gather train follow from_dict schedule schedule_of disagreements wrong_weights whole_plan steps_paid own_budget
-        releases bound l2_bound diameter sensitivity
+        releases bound l2_bound diameter sensitivity possible answers_paid checked gaps gaps_of_blocks known
         """,
     )
 )

@@ -62,6 +62,13 @@ def wired(*methods: str) -> tuple[str, ...]:
     return tuple(f"{name}[{method}-{relation}]" for method in methods for relation in relations)
 
 
+def ledgers(*names: str) -> tuple[str, ...]:
+    """Return the tests of what `verify` compares of a ledger with the settings, for these plans."""
+    tests = ("a_whole_ledger_stands", "any_field_of_any_charge", "another_kind_of_noise", "settings_that_cannot_be")
+    tests += ("charges_that_are_missing_or_too_many",)
+    return tuple(f"unit/test_ledger_and_settings.py::test_{test}[{name}]" for name in names for test in tests)
+
+
 # Module → its tests. Those that killed most recently run first, then quick ones.
 CORE: dict[str, tuple[str, ...]] = {
     "privacy/audit.py": ("unit/test_audit.py", "unit/test_survivors.py", "statistical/test_mechanism_audit.py"),
@@ -145,12 +152,49 @@ READ = (
 VERIFY = (
     *("unit/test_certificate.py", "unit/test_old_releases.py", "unit/test_parts.py", "unit/test_persons.py"),
     *("unit/test_released_moments.py", "unit/test_hostile_files.py", "unit/test_driver.py", "unit/test_published.py"),
+    "unit/test_ledger_and_settings.py",
     *("e2e/test_forgeries.py", "e2e/test_signatures.py", "e2e/test_redrawing.py", "e2e/test_papers.py"),
 )
 WIRING: dict[str, tuple[str, ...]] = {
-    "methods/sgd.py": (*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
-    "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
-    "job.py": ("unit/test_job.py",),
+    "methods/sgd.py": (
+        *(*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
+        *ledgers("sgd add-remove record", "sgd add-remove person"),
+    ),
+    "methods/moments.py": (
+        *wired("datalens moments"),
+        "unit/test_record_moments.py",
+        *ledgers(
+            "datalens moments add-remove record",
+            "datalens moments add-remove person",
+            "datalens moments replace-one record",
+        ),
+    ),
+    "methods/topagg.py": (
+        *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
+        "wiring/test_methods.py::test_plugins_are_walked_too",
+        *ledgers(
+            "datalens topk-sign add-remove record",
+            "datalens sketch add-remove person",
+            "datalens klevel replace-one record",
+        ),
+    ),
+    "methods/noisy_critic.py": (
+        *wired("dpgan", "dpsgd-gan"),
+        "unit/test_noisy_critic.py",
+        *ledgers("dpgan add-remove record", "dpsgd-gan add-remove record"),
+    ),
+    "methods/gswgan.py": (*wired("gswgan"), "unit/test_one_of_many.py", *ledgers("gswgan add-remove person")),
+    "methods/pategan.py": (
+        *wired("pategan gnmax", "pategan laplace"),
+        "unit/test_votes.py",
+        *ledgers("pategan gnmax add-remove record", "pategan laplace replace-one record"),
+    ),
+    "methods/gpate.py": (*wired("gpate"), "unit/test_votes.py", *ledgers("gpate add-remove record")),
+    "methods/dpmerf.py": (*wired("dpmerf"), "unit/test_dpmerf.py", *ledgers("dpmerf replace-one record")),
+    "methods/dcgan.py": wired("dcgan"),
+    "methods/ensemble.py": (*wired("gpate", "pategan gnmax"), "unit/test_votes.py"),
+    "plans/base.py": ("unit/test_ledger_and_settings.py", "unit/test_parts.py"),
+    "evaluate/publish.py": ("unit/test_published.py", "e2e/test_publish.py"),
     "run/folder.py": (
         *("unit/test_wholeness.py", "unit/test_folder.py"),
         "unit/test_ranks.py::test_any_number_of_ranks_reads_what_any_other_wrote",
@@ -159,32 +203,10 @@ WIRING: dict[str, tuple[str, ...]] = {
         "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said",
         "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
     ),
-    "run/wholeness.py": (
-        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
-        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
-        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
-        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
-    ),
-    "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
-    "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
-    "api/topagg.py": ("unit/test_voting.py",),
-    "public/critic.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
-    "run/remote_teachers.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
-    "methods/topagg.py": (
-        *wired("datalens topk-sign", "datalens topk", "datalens klevel", "datalens sketch"),
-        "wiring/test_methods.py::test_plugins_are_walked_too",
-    ),
-    "methods/dcgan.py": wired("dcgan"),
-    "methods/noisy_critic.py": (*wired("dpgan", "dpsgd-gan"), "unit/test_noisy_critic.py"),
-    "methods/dpmerf.py": (*wired("dpmerf"), "unit/test_dpmerf.py"),
-    "methods/gpate.py": (*wired("gpate"), "unit/test_votes.py"),
-    "methods/gswgan.py": (*wired("gswgan"), "unit/test_one_of_many.py"),
-    "methods/moments.py": (*wired("datalens moments"), "unit/test_record_moments.py"),
-    "methods/pategan.py": (*wired("pategan gnmax", "pategan laplace"), "unit/test_votes.py"),
-    "methods/ensemble.py": (*wired("gpate", "pategan gnmax"), "unit/test_votes.py"),
+    "driver.py": ("unit/test_driver.py", "unit/test_hostile_files.py"),
     "run/parked.py": ("unit/test_sgd_rules.py", "e2e/test_sgd.py"),
-    "run/cluster.py": ("e2e/test_cluster.py",),
-    "evaluate/publish.py": ("unit/test_published.py", "e2e/test_publish.py"),
+    "run/reservation.py": ("unit/test_data_budget.py", "unit/test_hostile_files.py", "e2e/test_budget.py"),
+    "run/remote_teachers.py": ("unit/test_crowd.py", "unit/test_ranks.py", *wired("datalens topk-sign")),
     "private/shares.py": SHARING,
     "private/partition.py": SHARING,
     "private/pool.py": (*wired("dpmerf", "dpgan"), "unit/test_noisy_critic.py", "unit/test_dpmerf.py"),
@@ -194,9 +216,20 @@ WIRING: dict[str, tuple[str, ...]] = {
     "private/moments.py": (*wired("datalens moments"), "unit/test_record_moments.py", "unit/test_outer.py"),
     "private/teachers.py": (*wired("datalens topk-sign"), "unit/test_teachers.py"),
     "released/accuracy.py": ("unit/test_published.py",),
+    "api/topagg.py": ("unit/test_voting.py",),
+    "public/learner.py": (*wired("dpgan", "dcgan"), "unit/test_noisy_critic.py"),
+    "public/critic.py": ("unit/test_critics.py", "unit/test_noisy_critic.py", *wired("dpgan")),
+    "run/wholeness.py": (
+        *("unit/test_wholeness.py", "unit/test_parts.py::test_without_parts_a_checkpoint_says_what_it_said"),
+        "unit/test_parts.py::test_a_second_stages_checkpoint_keeps_what_the_first_has_paid_for",
+        "unit/test_parts.py::test_a_checkpoint_that_other_parts_charges_would_pay_for_is_refused",
+        "unit/test_parts.py::test_a_run_that_lost_its_checkpoint_goes_on_from_any_parts_journal",
+    ),
+    "job.py": ("unit/test_job.py",),
 } | dict.fromkeys(READ, VERIFY)
+WIRING["run/cluster.py"] = ("e2e/test_cluster.py",)
 # Of these only the statements that decide what crosses or is charged are changed (`mutants.crossing`).
-PARTLY = frozenset(name for name in WIRING if name.startswith("methods/"))
+PARTLY = frozenset(name for name in WIRING if name.startswith(("methods/", "plans/"))) - {"methods/ensemble.py"}
 TESTS = CORE | WIRING
 
 # Slow tests of something other than these modules alone: a theorem, an import, thousands of ledgers at once.
