@@ -65,7 +65,7 @@ def wired(*methods: str) -> tuple[str, ...]:
 def ledgers(*names: str) -> tuple[str, ...]:
     """Return the tests of what `verify` compares of a ledger with the settings, for these plans."""
     tests = ("a_whole_ledger_stands", "any_field_of_any_charge", "another_kind_of_noise", "settings_that_cannot_be")
-    tests += ("charges_that_are_missing_or_too_many",)
+    tests += ("charges_that_are_missing_or_too_many", "the_whole_plan_costs_what_the_whole_ledger_does")
     return tuple(f"unit/test_ledger_and_settings.py::test_{test}[{name}]" for name in names for test in tests)
 
 
@@ -159,6 +159,8 @@ WIRING: dict[str, tuple[str, ...]] = {
     "methods/sgd.py": (
         *(*wired("sgd"), "unit/test_sgd_rules.py", "unit/test_person_gradients.py", "e2e/test_sgd.py"),
         *ledgers("sgd add-remove record", "sgd add-remove person"),
+        "unit/test_ledger_and_settings.py::test_settings_of_sgd_that_have_no_bound",
+        "unit/test_ledger_and_settings.py::test_only_the_norm_selector_shortens_rows",
     ),
     "methods/moments.py": (
         *wired("datalens moments"),

@@ -19,6 +19,7 @@ from datalens.errors import DatalensError
 from datalens.evaluate.audits import wiring_runs
 from datalens.evaluate.audits.wiring_runs import CLASSES, COUNT, DELTA, EACH, EPSILON, SIDE
 from datalens.methods import moments
+from datalens.methods.sgd import SgdSettings, schedule_of
 from datalens.methods.topagg import TopAggSettings
 from datalens.options import TrainOptions
 from datalens.plans.base import Settings, gaussian_event
@@ -192,6 +193,39 @@ def test_charges_that_are_missing_or_too_many(name: str) -> None:
         assert ask.problems([*ask.charges, dataclasses.replace(last, step=last.step + length)]) != []
     if isinstance(last, GaussianEvent) and not isinstance(ask.settings, moments.MomentSettings):
         assert ask.problems([ask.charges[0], *ask.charges]) == []  # an interruption lost it
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_plan_costs_what_the_whole_ledger_does(name: str) -> None:
+    """`verify` adds up both; and what is set aside beforehand is the schedule."""
+    ask = plan(name)
+    settings, delta, pricing = ask.settings, ask.budget.delta, ask.budget.pricing()
+    whole = settings.whole_plan(ask.schema, ask.budget, ask.charges)
+    due = pricing.price([(event, 1) for event in ask.charges], delta)
+    assert due <= ask.budget.epsilon * (1 + 1e-9)
+    for priced in (whole, planned(settings, ask.schema, ask.budget)):
+        if priced or not isinstance(settings, moments.MomentSettings):
+            assert pricing.price(priced, delta) == pytest.approx(due, rel=1e-4)
+    for part in settings.schedule(ask.schema, ask.budget):
+        assert part.event.step == 0 and part.times >= 1
+        if isinstance(part.event, GaussianEvent):
+            assert part.sensitivity == part.event.sensitivity
+
+
+@pytest.mark.parametrize("change", [{"topk": 0.0}, {"topk": 1.5}, {"clip": 0.0}, {"extractor_sha256": "ab"}])
+def test_settings_of_sgd_that_have_no_bound(change: dict[str, Any]) -> None:
+    fields = plan("sgd add-remove record").settings.as_dict()
+    with pytest.raises(DatalensError):
+        read_settings(fields | change)
+
+
+def test_only_the_norm_selector_shortens_rows() -> None:
+    settings = plan("sgd add-remove record").settings
+    assert isinstance(settings, SgdSettings)
+    for selector, bound in (("norm", 0.5), ("dim", 1.0), ("none", 1.0)):
+        one = dataclasses.replace(settings, topk=0.25, selector=selector, clip=3.0)
+        assert one.bound == 3.0 * bound == schedule_of(one, SCHEMA).schedule.unit
+    assert settings.whole_plan(SCHEMA, plan("sgd add-remove record").budget, []) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
