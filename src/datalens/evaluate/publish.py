@@ -31,7 +31,7 @@ from datalens.private.answers import Classify, answers, ballots_of, in_both, uni
 from datalens.released import certificate as certificates
 from datalens.released import publication
 from datalens.released.accuracy import LEAST_SCALE, MOST_SCALE, expected
-from datalens.released.publication import CLASSIFIERS, FIELD, KEPT, PART, QUERIES, Asked, moved
+from datalens.released.publication import CLASSIFIERS, FIELD, KEPT, PART, QUERIES, SEED, Asked, moved
 from datalens.released.release import load_classifier, sample, write_again
 from datalens.released.verification import check_release
 from datalens.run.folder import Run, read_config
@@ -40,7 +40,7 @@ from datalens.run.ranks import choose_device
 from datalens.run.reservation import unit_of
 
 FOLDER, ASKED = "publication", "asked.json"
-SEED, BATCH = 0, 256
+BATCH = 256
 USEFUL = 0.05  # the largest useful half-width of an interval
 
 

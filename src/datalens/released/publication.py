@@ -24,6 +24,7 @@ PART = "published-accuracy"  # the part that its charges name
 QUERIES = 2  # the table, and the two counts: what a record answers in one release
 FIELD, LEDGER = "published_accuracy", "accuracy-ledger.jsonl"
 KEPT = "publication.json"  # in the run folder: what `publication_of` reads
+SEED = 0  # of the classifier's training: always the same, so that nobody chooses it by the answers
 ROUNDING = 2e-4  # how far figures may differ that other versions of the libraries compute
 Overlap = Literal["none", "some"]
 
@@ -48,7 +49,8 @@ class Asked:
         read_off: whether that number was read off the data.
         exact: whether it is how many there are, and not a round figure.
         classifier: who answered: a classifier trained on synthetic images, or "released", the model itself.
-        images, epochs, seed: of its training; 0 for "released".
+        images, epochs: of its training; 0 for "released".
+        seed: of its training: `SEED`.
     """
 
     overlap: Overlap
@@ -64,9 +66,11 @@ class Asked:
     def __post_init__(self) -> None:
         """Raise unless the values are such as datalens writes."""
         numbers = (self.held_out, self.images, self.epochs, self.seed)
+        trained = self.classifier != "released"
         usable = all(type(number) is int and 0 <= number <= LARGEST_NUMBER for number in numbers)
         usable = usable and self.overlap in get_args(Overlap) and self.known in KNOWN
         usable = usable and type(self.read_off) is bool and type(self.exact) is bool
+        usable = usable and self.seed == SEED and (self.images > 0) == (self.epochs > 0) == trained
         if not usable or self.held_out < 1 or self.classifier not in CLASSIFIERS:
             raise TamperedError("the published accuracy states something that datalens does not write")
 
