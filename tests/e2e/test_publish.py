@@ -323,7 +323,7 @@ def test_the_owner_sees_real_images_and_the_parts_of_the_budget(own: Path, datal
     page = (run / "owner.html").read_text(encoding="utf-8")
     assert "Training images, real" in page and page.count("data:image/png;base64,") == 2
     assert "Parts of the budget" in page and "<svg" not in page  # no line joins the σ of unrelated releases
-    shares = [float(share) for share in re.findall(r'class="number">([0-9.]+) %</td>', page)]
+    shares = [float(share) for share in re.findall(r'class="number"[^>]*>([0-9.]+) %</td>', page)]
     assert len(shares) == 4 and 99.8 <= sum(shares) <= 100.2
     (own / "data.npz").unlink()
     datalens("report", run).succeeded()
