@@ -332,6 +332,8 @@ def test_patterns(datalens, data, here, alone, tmp_path) -> None:
     assert "x.csv is no .parquet file" in refused(datalens, tmp_path, data.parent / "x.c*")
     found = datalens("inspect", data / "part-*.parquet", "--json").succeeded().json
     assert found["records"] == COUNT
+    for name in ("part-*.parquet", "*.parquet"):
+        assert formats.schema_and_records(str(data / name), nominal_size=COUNT)[0].name == data.name  # its folder
 
 
 def test_a_part_that_changes_between_releases_is_refused(data) -> None:

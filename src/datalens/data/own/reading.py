@@ -5,6 +5,7 @@ options; or they are read off the data, and the schema's note, which every certi
 declares them public by going on. The number of records is always declared.
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -267,7 +268,7 @@ def _schema(found: Found, reading: Reading, nominal_size: int) -> tuple[Schema, 
     check_size(size)
     note = f"{READ_OFF}: {', '.join(read_off)}" if read_off else ""
     schema = Schema(
-        name=found.path.name,
+        name=name_of(found.path),
         height=size[0],
         width=size[1],
         channels=channels,
@@ -287,6 +288,13 @@ def check_size(size: tuple[int, int]) -> None:
             f"images of {size[0]}x{size[1]} are not between {SMALLEST}x{SMALLEST} and {LARGEST}x{LARGEST}: resize them "
             "with --image-size"
         )
+
+
+def name_of(path: Path) -> str:
+    """Return what the data is called: the last part of its path, or of the folder that a pattern looks into."""
+    if path.exists():
+        return path.name
+    return next((part.name for part in (path, *path.parents) if part.name and not glob.has_magic(part.name)), path.name)
 
 
 def check_not_larger(schema: Schema) -> None:
