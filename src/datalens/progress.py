@@ -136,7 +136,7 @@ def spoken_for(name: str) -> Iterator[None]:
 
     def said(seconds: float) -> str:
         silent = time.monotonic() - max(_last_said, began)
-        return f"{name}: {duration(seconds)} so far" if silent >= EVERY else ""
+        return f"{name}: {duration(seconds)} so far" if silent > EVERY + 1 else ""
 
     with told(said, first=1.0, every=1.0):
         yield

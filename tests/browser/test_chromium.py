@@ -3,12 +3,14 @@
 Skipped where there is no Chromium or no playwright; `make browser` insists on both.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import SMALL, _quickly, call
@@ -93,6 +95,31 @@ def test_nothing_is_wider_than_a_phone(browser: Any, pages: dict[str, Path], nam
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     page.close()
+
+
+SCROLLING = """[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)
+  .map(box => `${box.getAttribute('aria-label')}: ${box.scrollWidth} > ${box.clientWidth}`)"""
+GERMAN = ("Lungenentzündung", "Pneumothorax, größerer als 2 cm", "Tuberkulose (geschlossene Höhle)", "unauffällig")
+
+
+def test_tables_with_long_class_names_fit_a_phone(browser: Any, tmp_path: Path) -> None:
+    """Private moments have the most parts of a budget; the owner's page has a table of them, and one of confusions."""
+    drawn = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4), (200, 20, 80, 300))
+    images = np.clip(drawn.normal(60 + 40 * labels[:, None, None], 20, (600, 8, 8)), 0, 255).astype(np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, labels=labels, classes=np.array(GERMAN))
+    run = tmp_path / "run"
+    call("train", "--data", tmp_path / "x.npz", "--nominal-size", 600, "--epsilon", 10, "--out", run).succeeded()
+    confusion = [[183, 0, 0, 17], [0, 0, 0, 25], [2, 0, 10, 113], [1, 0, 0, 399]]
+    utility = {"accuracy": 0.7, "accuracy_real": 0.9, "confusion": confusion, "per_class": [0.915, 0, 0.08, 0.9975]}
+    (run / "evaluation.json").write_text(json.dumps({"utility": utility}))
+    call("report", run).succeeded()
+    for path in (run / "owner.html", run / "release" / "report.html"):
+        page, _, _ = opened(browser, path, viewport={"width": 390, "height": 844})
+        assert page.evaluate(SCROLLING) == []
+        page.evaluate("document.querySelector('.scroll').style.width = '4rem'")
+        assert len(page.evaluate(SCROLLING)) == 1  # one that is too narrow is found
+        page.close()
 
 
 def test_a_page_that_is_too_wide_would_be_found(browser: Any, tmp_path: Path) -> None:
