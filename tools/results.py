@@ -87,6 +87,7 @@ def section(name: str, table: Table) -> str:
 def missing(left: Counter[str]) -> list[str]:
     """Return how many cells were not run, for each reason that is known, such as "3 that need a GPU"."""
     said = {"not run: needs a GPU": " that need a GPU", "not run: needs --data-folder": " that need --data-folder"}
+    said |= {"not run: up to 47 minutes of two cores": " that take up to 47 minutes of two cores each"}
     return [f"{count}{said.get(why, ' others')}" for why, count in sorted(left.items(), reverse=True)]
 
 

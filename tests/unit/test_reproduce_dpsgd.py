@@ -167,17 +167,24 @@ def test_the_rule_of_the_command_needs_no_search(pretended: list[Any], tmp_path:
 def test_a_stale_training_is_not_shown_where_there_is_a_current_one(
     pretended: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the stale one has more seeds."""
+    """Even if the stale ones have more seeds, and of the same setting."""
     how: dict[str, Any] = {"full": True, "out": tmp_path, "device": "cpu", "only": "cifar10-eps0.3-norm0.6"}
+
+    def shown() -> tuple[float, int, list[str]]:
+        (tmp_path / "dpsgd.jsonl").write_bytes((tmp_path / "dpsgd-full" / "cells.jsonl").read_bytes())
+        rows = harness.reproduce("table8", full=True, out=tmp_path / "out", device="cpu", stored=tmp_path)["rows"]
+        (row,) = [row for row in rows if row["ours"] is not None]
+        return row["rate"], row["seeds"], row["marks"]
+
     harness.reproduce("table8", seeds=3, rule=True, **how)
     monkeypatch.setattr(dpsgd, "version", lambda: 99)
     monkeypatch.setattr(dpsgd_runs, "version", lambda: 99)
+    assert shown() == (0.2, 3, ["stale"])
+    harness.reproduce("table8", seeds=1, rule=True, again=True, **how)
+    assert shown() == (0.2, 1, [])
     monkeypatch.setitem(dpsgd.RULE, "cifar10", (1.0, 1024, 0.8))
     harness.reproduce("table8", seeds=2, rule=True, **how)
-    (tmp_path / "dpsgd.jsonl").write_bytes((tmp_path / "dpsgd-full" / "cells.jsonl").read_bytes())
-    shown = harness.reproduce("table8", full=True, out=tmp_path / "out", device="cpu", stored=tmp_path)["rows"]
-    (row,) = [row for row in shown if row["ours"] is not None]
-    assert (row["rate"], row["seeds"], row["marks"]) == (0.8, 2, [])
+    assert shown() == (0.8, 2, [])
 
 
 def test_dpdl_is_plain_dp_sgd_at_another_price(pretended: list[Any], tmp_path: Path) -> None:

@@ -78,7 +78,11 @@ def test_other_marks() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"data": "mnist", "method": "datalens-paper", "network": "compact"}, "not run"),
+        (
+            {"data": "mnist", "method": "datalens-paper", "network": "compact"},
+            "not run: up to 47 minutes of two cores",
+        ),
+        ({"data": "mnist", "method": "datalens-paper", "network": "compact", "teachers": 40}, "not run"),
         ({"data": "mnist", "method": "datalens-paper", "preset": "code", "network": "paper"}, "not run: needs a GPU"),
         ({"data": "mnist", "method": "gswgan", "steps": 20}, "not run: needs a GPU"),
         ({"data": "mnist", "method": "gswgan", "preset": "quick"}, "not run"),

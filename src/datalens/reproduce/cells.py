@@ -70,7 +70,10 @@ class Cell:
         slow = ["gswgan", *(["dpgan"] if faces or data == "scenes" else []), *(["datalens-paper"] if faces else [])]
         if options.get("network") in ("paper", "printed") or (method in slow and options.get("preset") != "quick"):
             return "not run: needs a GPU"
-        return "not run" if sources.downloadable(data) else "not run: needs --data-folder"
+        if not sources.downloadable(data):
+            return "not run: needs --data-folder"
+        whole = (method, options.get("network")) == ("datalens-paper", "compact") and "teachers" not in options
+        return "not run: up to 47 minutes of two cores" if whole else "not run"  # the longest kept run of that kind
 
     @property
     def version(self) -> int:

@@ -254,10 +254,11 @@ def figures(lab: Lab, mode: Mode, cells: Iterable[Cell], choose: Any = candidate
         """
         held_out = replace(s, held_out=True)
         accuracies = [tried[held_out, seed]["averaged"] for seed in _SEARCH_SEEDS if (held_out, seed) in tried]
-        seeds = sum(key[0] == s for key in kept)
+        mine = [run for (other, _), run in kept.items() if other == s]
+        current = sum(run.get("method_version") == version() for run in mine)
         ours = s not in printed(s.data, s.epsilon, s.k, "dim" if s.selector == "dim" else "norm")
-        current = any(run.get("method_version") == version() for (other, _), run in kept.items() if other == s)
-        return seeds > 0, current, seeds * ours, statistics.mean(accuracies) if accuracies else 0.0
+        seeds = (current or len(mine)) * ours
+        return bool(mine), current > 0, seeds, statistics.mean(accuracies) if accuracies else 0.0
 
     best = {cell: max(settings, key=score) for cell, settings in choices.items() if settings}
     done = kept or lab.all((s, seed) for s in best.values() for seed in mode.seeds)
@@ -291,9 +292,10 @@ def as_printed(lab: Lab, mode: Mode, cells: Iterable[Cell]) -> dict[Cell, Figure
 
 
 def _figure(setting: Setting, mode: Mode, done: dict[tuple[Setting, int], dict[str, Any]]) -> Figure | None:
-    runs = tuple(done[setting, seed] for seed in mode.seeds if (setting, seed) in done)
-    if not runs:
+    every = tuple(done[setting, seed] for seed in mode.seeds if (setting, seed) in done)
+    if not every:
         return None
+    runs = tuple(run for run in every if run.get("method_version") == version()) or every  # stale ones alone, or none
     values = [100 * r["averaged"] for r in runs]
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return Figure(setting=setting, mean=statistics.mean(values), spread=spread, runs=runs)
