@@ -4,7 +4,9 @@ python -m benchmarks.cores [--data mnist] [--threads 1 2] [--images 20000] [--re
 
 All in one process, which takes turns, since the speed of a shared machine changes; of each the least seconds count.
 `--device` adds a GPU, with the first number of threads and with the last. Prints a JSON line for each, with the
-seconds divided by those of the first. Also says whether all have made the same weights for one noise seed, the same
+seconds divided by those of the first; and CPU seconds, of which the main thread's are not spread over cores. (Where
+others use the cores, seconds say little: with c CPU seconds of which m are the main thread's, two cores of their own
+take about m + (c - m) / 2.) Also says whether all have made the same weights for one noise seed, the same
 images from one release, and, of a GPU, the rows of records that the processor computes.
 """
 
@@ -32,20 +34,33 @@ from datalens.public.texture import Texture
 from datalens.released.release import sample
 
 
-def fit(data: str, device: str, folder: Path) -> float:
-    """Return the seconds of `datalens train`, from reading to the release."""
-    began = time.perf_counter()
+class Clocks:
+    """Seconds that have passed, CPU seconds of all threads, and those of the thread that asks, since it was made."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def _now(self) -> np.ndarray:
+        return np.array([time.perf_counter(), time.process_time(), time.thread_time()])
+
+    def read(self) -> np.ndarray:
+        return self._now() - self._began
+
+
+def fit(data: str, device: str, folder: Path) -> np.ndarray:
+    """Return the seconds (see `Clocks`) of `datalens train`, from reading to the release."""
+    clocks = Clocks()
     with contextlib.redirect_stderr(None):
         train(TrainOptions(data=data, out=folder / "run", device=device))
-    return time.perf_counter() - began
+    return clocks.read()
 
 
-def draw(folder: Path, count: int, device: str) -> tuple[float, str]:
-    """Return the seconds of drawing images from a release, and their hash."""
-    began = time.perf_counter()
+def draw(folder: Path, count: int, device: str) -> tuple[np.ndarray, str]:
+    """Return the seconds (see `Clocks`) of drawing images from a release, and their hash."""
+    clocks = Clocks()
     with contextlib.redirect_stderr(None):
         images = sample(folder / "run" / "release", count=count, seed=0, device=device).images
-    return time.perf_counter() - began, hashlib.sha256(images.tobytes()).hexdigest()[:16]
+    return clocks.read(), hashlib.sha256(images.tobytes()).hexdigest()[:16]
 
 
 def same_rows(device: torch.device) -> bool:
@@ -85,7 +100,7 @@ if __name__ == "__main__":
     ways = [(threads, "cpu") for threads in arguments.threads]
     if arguments.device != "cpu":
         ways += [(arguments.threads[0], arguments.device), (arguments.threads[-1], arguments.device)]
-    seconds: dict[Any, list[tuple[float, float]]] = {way: [] for way in ways}
+    seconds: dict[Any, list[np.ndarray]] = {way: [] for way in ways}
     facts: dict[Any, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(dir=".") as name:
         first = Path(name) / "first"
@@ -104,12 +119,13 @@ if __name__ == "__main__":
                 fitted = fit(arguments.data, device, Path(name) / f"{threads}-{device}-{number}")
                 drawn, hashed = draw(first, arguments.images, device)
                 facts[threads, device]["images"] = hashed
-                seconds[threads, device].append((fitted, drawn))
-            least = {way: [min(column) for column in zip(*measured, strict=True)] for way, measured in seconds.items()}
-            for way, (fitted, drawn) in least.items():
-                line = {"threads": way[0], "repeats": number, "images": arguments.images}
-                line |= {"seconds_of_fit": round(fitted, 2), "fit_by_first": round(fitted / least[ways[0]][0], 3)}
-                line |= {"seconds_of_images": round(drawn, 2), "images_by_first": round(drawn / least[ways[0]][1], 3)}
+                seconds[threads, device].append(np.stack([fitted, drawn]))
+            least = {way: np.min(measured, axis=0) for way, measured in seconds.items()}
+            for way, measured in least.items():
+                line = {"threads": way[0], "repeats": number, "count": arguments.images}
+                for what, (wall, cpu, main), first_of in zip(("fit", "images"), measured, least[ways[0]], strict=True):
+                    line |= {f"{what}_seconds": round(wall, 2), f"{what}_by_first": round(wall / first_of[0], 3)}
+                    line |= {f"{what}_cpu_seconds": round(cpu, 2), f"{what}_cpu_seconds_of_main_thread": round(main, 2)}
                 for what in ("weights", "images"):
                     line |= {f"same_{what}": facts[way][what] == facts[ways[0]][what]}
                 line |= {"load": round(os.getloadavg()[0], 1)}

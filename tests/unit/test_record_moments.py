@@ -186,7 +186,8 @@ def test_a_device_that_rounds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(method, "same_rows_on", lambda *args, **kwargs: False)
     data = Dataset(schema=SCHEMA, images=IMAGES, labels=LABELS)
     settings = make_plan(TrainOptions(out=Path("unused"), epsilon=math.inf), SCHEMA)[1]
-    assert method.gather(data, settings, HERE).fingerprint == gather().fingerprint
+    gpu = dataclasses.replace(HERE, device=torch.device("cuda"))
+    assert method.gather(data, settings, gpu).fingerprint == gather().fingerprint
     assert "the records are summed without it" in capsys.readouterr().err
 
 

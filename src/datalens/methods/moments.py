@@ -703,7 +703,7 @@ def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRo
     # On the disk of the run, not that of temporary files, which may itself be memory.
     folder = next(parent for parent in place.folder.absolute().parents if parent.is_dir())
     texture, device = Texture(shape), place.device
-    if not same_rows_on(device, records.schema, basis=basis, texture=texture):
+    if device.type != "cpu" and not same_rows_on(device, records.schema, basis=basis, texture=texture):
         say(f"the {device.type} device rounds otherwise than processors do: the records are summed without it")
         device = torch.device("cpu")
     return RecordRows.gather(records, basis=basis, texture=texture, folder=folder, device=device)

@@ -164,10 +164,11 @@ def make_whitening(start: Start, present: Tensor, seed: int) -> Whitening:
     first = (piece for part in labels.split(1000) for piece in start.images(part, random).split(PIECE))
     features = torch.cat(list(mapped(texture, first))).to(torch.float64)
     centre = features.mean(dim=0)
-    values, vectors = torch.linalg.eigh(torch.cov(features.mT))
-    ridge = RIDGE * values[-20:].mean()
-    matrix = (vectors / (values.clamp(min=0) + ridge).sqrt()).flip(1)
-    return Whitening(centre=centre, matrix=matrix, labels=labels, values=(features - centre) @ matrix)
+    variances, vectors = torch.linalg.eigh(torch.cov(features.mT))
+    ridge = RIDGE * variances[-20:].mean()
+    matrix = (vectors / (variances.clamp(min=0) + ridge).sqrt()).flip(1)
+    values = torch.cat(list(mapped(lambda some: (some - centre) @ matrix, features.split(1000))))
+    return Whitening(centre=centre, matrix=matrix, labels=labels, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
