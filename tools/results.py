@@ -97,8 +97,10 @@ def other(name: str) -> str:
         how: dict[str, Any] = {"full": True, "out": Path(out), "device": "cpu", "stored": RESULTS}
         made = Path(harness.reproduce(name, **how)["markdown"]).read_text(encoding="utf-8")
     title, body = harness.listing()[name], made.replace("\n## ", "\n### ").split("\n", 1)[1]
-    if name == "figure3":  # its rows are those of Table 8, and one curve more
-        body = body.split("\n| row |")[0] + "\nIts points are the rows of Table 8; DPDL is GM-DP at another price.\n"
+    if name == "figure3":  # its rows are those of Table 8, and those of one curve more
+        lines = body.split("\n")
+        body = "\n".join(line for line in lines if line[:5] in ("| row", "|---|") or line[:1] != "|" or "DPDL" in line)
+        body += "\nThe other curves are the rows of Table 8.\n"
     picture = f"\n![{title}](results/{name}.png)\n" if (RESULTS / f"{name}.png").exists() else ""
     remarks = RESULTS / f"{name}.md"
     said = f"\n{remarks.read_text(encoding='utf-8')}" if remarks.exists() else ""
