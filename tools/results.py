@@ -50,7 +50,8 @@ def short() -> str:
         "Counted from the cells below by `reproduce/shortfalls.py`: figures that the paper prints, those that were "
         "run, and those that are worse. A printed figure is of a best epoch, chosen on test data, and mostly of a best "
         "setting; ours are of last epochs. Tables 8 to 11 in percent, 3 and 12 in Inception Scores and distances "
-        "(FID), all others in parts of the test images.\n\n"
+        "(FID), all others in parts of the test images. The last column counts cells that were not run, and says what "
+        "they need; `datalens reproduce NAME --full` runs them.\n\n"
         + shortfalls.markdown(shortfalls.lines(harness.tables(), RESULTS))
     )
 

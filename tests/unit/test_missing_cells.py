@@ -144,12 +144,16 @@ def test_shortfalls_are_counted_from_rows() -> None:
         facts | {"row": "a", "paper": 0.7, "ours": 0.6, "marks": ["stale"]},
         facts | {"row": "b", "paper": 0.7, "ours": 0.4},
         facts | {"row": "c", "paper": 0.7, "ours": 0.8},
-        facts | {"row": "d", "paper": 0.7, "ours": None},
+        facts | {"row": "d", "paper": 0.7, "ours": None, "not_run": "not run: needs a GPU"},
     ]
     line = shortfalls._line("table1", "DataLens", rows)
     assert (line["printed"], line["run"], line["stale"], line["short"], line["where"]) == (4, 3, 1, 2, "b")
     assert (line["mean"], line["most"]) == (pytest.approx(0.2), pytest.approx(0.3))
     assert "| 1 | DataLens | 4 | 3 | 1 | 2 | 0.200 | 0.300 | b |" in shortfalls.markdown([line])
+    assert shortfalls.markdown([line]).endswith("| 1: a GPU |\n")
+    assert shortfalls._line("table8", "x", rows)["empty"] == ["a GPU, or up to half an hour of a core each"]
+    assert shortfalls._line("table3", "x", rows)["empty"] == ["a GPU, and the file of Inception-v3"]
+    assert shortfalls._line("table4", "x", rows[:1])["empty"] == []
     distance = facts | {"row": "a", "paper": 100.0, "ours": 90.0, "measure": "FID"}
     assert shortfalls._line("table12", "x", [distance])["short"] == 0
     assert shortfalls._line("table12", "x", [distance | {"ours": 130.0}])["most"] == 30.0

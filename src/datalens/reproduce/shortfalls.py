@@ -1,5 +1,6 @@
 """The results that fall short of the paper, by how much and why, from kept cells: a line for each method and table."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,17 @@ def _line(name: str, method: str, rows: list[Row]) -> Row:
         "most": _worse(most) if most else None,
         "where": most["row"] if most else None,
         "why": why(name, method) if short else None,
+        "empty": [_needs(name, row) for row in rows if row["ours"] is None],
     }
+
+
+def _needs(name: str, row: Row) -> str:
+    """Return what a cell that was not run needs."""
+    if name in ("table3", "table12"):
+        return "a GPU, and the file of Inception-v3"
+    if int(name.removeprefix("table")) >= 8:
+        return "a GPU, or up to half an hour of a core each"  # the longest kept training on a core
+    return str(row.get("not_run") or "not run").removeprefix("not run").removeprefix(": ").removeprefix("needs ")
 
 
 def _worse(row: Row) -> float:
@@ -123,16 +134,23 @@ def _worse(row: Row) -> float:
 def markdown(lines: list[Row]) -> str:
     """Return the table. Of tables 8 to 11 figures are in percent, of tables 3 and 12 scores and distances."""
     shown = [
-        "| table | method | printed | run | stale | short of the paper | by, on average | at most | there | why |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| table | method | printed | run | stale | short of the paper | by, on average | at most | there | why | "
+        "not run, and what it needs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
         by = ["—" if line[key] is None else f"{line[key]:.{_digits(line)}f}" for key in ("mean", "most")]
         shown.append(
             f"| {line['table'].removeprefix('table')} | {line['method']} | {line['printed']} | {line['run']} | "
-            f"{line['stale']} | {line['short']} | {by[0]} | {by[1]} | {line['where'] or '—'} | {line['why'] or '—'} |"
+            f"{line['stale']} | {line['short']} | {by[0]} | {by[1]} | {line['where'] or '—'} | {line['why'] or '—'} | "
+            f"{_counted(line['empty'])} |"
         )
     return "\n".join(shown) + "\n"
+
+
+def _counted(needs: list[str]) -> str:
+    """Return how many cells need what: "2: a GPU; 1: --data-folder", or a dash."""
+    return "; ".join(f"{count}: {need or '—'}" for need, count in Counter(needs).most_common()) or "—"
 
 
 def _digits(line: dict[str, Any]) -> int:
