@@ -21,13 +21,17 @@ from datalens.data.images import Encoded, readable
 from datalens.data.own import tables
 from datalens.data.own.python import as_arrays
 from datalens.data.own.reading import Reading
-from datalens.data.schema import LEFT_OUT, Schema
-from datalens.evaluate import compare
+from datalens.data.records import Dataset
+from datalens.data.schema import LEFT_OUT, PERSON, Schema
+from datalens.evaluate import compare, inspection
 from datalens.evaluate.owner_report import blocks, shades
 from datalens.evaluate.utility import majority_share, smaller, verdict
 from datalens.methods import moments
 from datalens.plans.guidance import belief, grade, worth
 from datalens.plans.registry import make_plan
+from datalens.private.moments import RecordRows
+from datalens.public.basis import make_basis
+from datalens.public.texture import Texture
 from datalens.released import drawing
 from datalens.released.report import suspicions
 
@@ -167,6 +171,21 @@ def test_a_run_warns_of_a_rare_class_by_its_released_count(monkeypatch):
     schema, budget, settings = planned(1.0)
     moments.warn_of_rare(settings, schema, budget, torch.tensor([2900.0, 123.4]), torch.tensor([0, 1]))
     assert len(said) == 1 and "class b has about 120 records, by the released count" in said[0]
+
+
+def test_persons_with_images_of_several_classes_are_counted_as_the_release_counts_them():
+    """Ten persons have 3 images of a and 4 of b each, five have one of a: 10·0.6 + 5 and 10·0.8, as their rows are."""
+    names = [f"{i:016}" for i in [*range(10)] * 7 + [*range(10, 15)]]
+    persons = np.array([name.encode() for name in names], "V16")
+    labels = np.repeat([0, 1, 0], (30, 40, 5))
+    assert inspection._weights(labels, persons, ("a", "b", "c")) == {"a": 11.0, "b": 8.0, "c": 0.0}
+    schema = Schema(**FACTS | {"nominal_size": 15, "classes": ("a", "b", "c")}, record_unit=PERSON)
+    images = np.full((75, 16, 16, 1), 128, np.uint8)
+    records = Dataset(schema=schema, images=images, labels=labels, ids=np.array(names, object))
+    rows = RecordRows.gather(records, basis=make_basis("opponent", schema.shape, 4), texture=Texture(schema.shape))
+    most = 2**14
+    sums = rows.sums(rows.coordinates, clip=1.0, classes=3, grid=most, counted=most - 1).private_total
+    assert (sums.reshape(3, -1)[:2, -1] / most).tolist() == pytest.approx([11.0, 8.0], rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import numpy as np
 
 from datalens.data import dicom as dicom_files
 from datalens.data import formats
-from datalens.data.images import WORKERS, Encoded, ImageRecords, Listed
+from datalens.data.images import WORKERS, Encoded, ImageRecords
 from datalens.data.own import tables
 from datalens.data.own.reading import LARGEST, SMALLEST, Found, Reading
 from datalens.data.parts import Part
@@ -175,6 +175,7 @@ def inspect(
         "looked_into": len(fine),
         "classes": dict(per_class),
         "persons_of_classes": dict(units) if by_person else None,
+        "counted_as": _weights(labels, persons, classes) if by_person else None,
         "test_images": test_images,
         "sizes": dict(tally.sizes.most_common()),
         "modes": dict(tally.modes.most_common()),
@@ -477,6 +478,19 @@ def _persons_by_class(labels: np.ndarray, persons: np.ndarray, classes: Sequence
     return _by_class(distinct["label"], classes)
 
 
+def _weights(labels: np.ndarray, persons: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
+    """Return as how many persons with images of one class alone the images of each class are counted.
+
+    A person has one row of bounded length, over all classes. So one with images of several classes counts in each for
+    their number, divided by the root of the sum of their squares.
+    """
+    _, person = np.unique(persons, return_inverse=True)
+    pairs, images = np.unique(np.stack([person, labels]), axis=1, return_counts=True)
+    length = np.sqrt(np.bincount(pairs[0], images.astype(np.float64) ** 2))
+    weights = np.bincount(pairs[1], images / length[pairs[0]], minlength=len(classes))
+    return {name: round(float(weight), 1) for name, weight in zip(classes, weights, strict=True)}
+
+
 def _plans(
     path: Path, listed: Found | OnDisk, reading: Reading, found: dict[str, Any], delta: float
 ) -> list[dict[str, Any]]:
@@ -495,18 +509,36 @@ def _plans(
         plan |= {"accountant": budget.accountant, "method": settings.method, "noise_to_signal": parts}
         plan |= {name: getattr(settings, name, None) for name in ("coordinates", "texture")}
         counts = found["persons_of_classes"] or found["classes"]
-        plan["classes"] = judged(settings, schema, budget, counts)
+        plan["classes"] = judged(settings, schema, budget, counts, found["counted_as"])
         plans.append(plan | {"warnings": warnings(budget, schema, settings)})
     return plans
 
 
-def judged(settings: Settings, schema: Schema, budget: Budget, counts: Mapping[str, int]) -> list[str]:
-    """Return what to expect of each class, by exact counts: for the owner only."""
+def judged(
+    settings: Settings,
+    schema: Schema,
+    budget: Budget,
+    counts: Mapping[str, int],
+    counted_as: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Return what to expect of each class, by exact counts: for the owner only.
+
+    Args:
+        settings, schema, budget: of the plan.
+        counts: number of records or persons of each class.
+        counted_as: of persons, the number that a class is worth (`_weights`); None: the same.
+    """
     unit = "persons" if schema.by_person else "records"
-    outlooks = settings.outlook(schema, budget, [float(counts.get(name, 0)) for name in schema.classes])
+    worth = counts if counted_as is None else counted_as
+    outlooks = settings.outlook(schema, budget, [float(worth.get(name, 0)) for name in schema.classes])
+
+    def size(name: str) -> str:
+        text = f"{counts.get(name, 0)} {unit}"
+        less = round(worth.get(name, 0)) < counts.get(name, 0)
+        return f"{text} (worth {round(worth.get(name, 0))}: they have images of other classes, too)" if less else text
+
     return [
-        f"class {name}, {counts.get(name, 0)} {unit}: {one.words}"
-        + (f". What helps: {one.remedy}" if one.remedy else "")
+        f"class {name}, {size(name)}: {one.words}" + (f". What helps: {one.remedy}" if one.remedy else "")
         for name, one in zip(schema.classes, outlooks, strict=bool(outlooks))
     ]
 
@@ -519,21 +551,14 @@ def judged_files(settings: Settings, schema: Schema, budget: Budget, records: Re
     listed = records.listed if isinstance(records, ImageRecords) else None
     if listed is None or not settings.outlook(schema, budget, [1.0] * len(schema.classes)):
         return []
-    return judged(settings, schema, budget, class_units(schema, listed))
-
-
-def class_units(schema: Schema, listed: Listed) -> dict[str, int]:
-    """Return how many records (or persons) each class has. For the owner only."""
-    classes = schema.classes
-    units: Counter[str] = Counter(dict.fromkeys(classes, 0))
-    persons: set[tuple[int, bytes]] = set()
+    tally = Tally()
     for labels, ids in listed():
-        if schema.by_person and ids is not None:
-            persons |= {(label, person_key(one)) for label, one in zip(labels.tolist(), ids, strict=True)}
-        else:
-            units.update(classes[label] for label in labels.tolist())
-    units.update(classes[label] for label, _ in persons)
-    return dict(units)
+        tally.add_records(labels, ids if schema.by_person and ids is not None else (), before=0)
+    labels, persons = np.concatenate([np.zeros(0, np.int64), *tally.labels]), _hashes(tally.persons)
+    if not schema.by_person or len(persons) != len(labels):
+        return judged(settings, schema, budget, _by_class(labels, schema.classes))
+    counts = _persons_by_class(labels, persons, schema.classes)
+    return judged(settings, schema, budget, counts, _weights(labels, persons, schema.classes))
 
 
 # --- columns of a table -----------------------------------------------------------------------------------------------

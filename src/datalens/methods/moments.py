@@ -785,8 +785,12 @@ def present_classes(counts: Tensor, noise: float, schema: Schema, ledger: Ledger
     if not bool(enough.any()):
         raise DatalensError(nothing_stands_out(schema, ledger))
     for label in torch.nonzero(~enough).flatten().tolist():
-        say(f"warning: class {schema.classes[label]} has too few records to stand out of the noise: it is left out")
+        say(f"warning: class {schema.classes[label]} has too few {_units(schema)} to stand out of the noise: left out")
     return torch.nonzero(enough).flatten()
+
+
+def _units(schema: Schema) -> str:
+    return "persons" if schema.by_person else "records"
 
 
 def warn_of_rare(s: MomentSettings, schema: Schema, budget: Budget, counts: Tensor, present: Tensor) -> None:
@@ -801,8 +805,9 @@ def warn_of_rare(s: MomentSettings, schema: Schema, budget: Budget, counts: Tens
         if not outlooks[label].usable:
             one = outlooks[label]
             say(
-                f"warning: class {schema.classes[label]} has about {round_number(float(counts[label]))} records, by "
-                f"the released count: {one.words}. What would help: {one.remedy} (another run costs more privacy)"
+                f"warning: class {schema.classes[label]} has about {round_number(float(counts[label]))} "
+                f"{_units(schema)}, by the released count: {one.words}. What would help: {one.remedy} (another run "
+                "costs more privacy)"
             )
 
 

@@ -107,6 +107,7 @@ def _page(release: Path, like: bytes) -> bytes:
         picture=None if classifier else picture_of(release, shown, schema.name),
         left_out=[] if classifier else _left_out(shown, schema),
         classes=[row[:3] for row in classes],
+        units="persons" if schema.by_person else "records",
         help=[(name, remedy) for name, _, _, remedy in classes if remedy],
         chart=budget_chart(curves, budget, stamp="" if c["private"] else certificates.NOT_PRIVATE),
         curve=_table(curves),
