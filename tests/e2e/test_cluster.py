@@ -1,5 +1,6 @@
 """A run on a cluster: the release of one process, whatever the workers do, and records that never leave them."""
 
+import contextlib
 import io
 import json
 import os
@@ -129,8 +130,11 @@ def killing(monkeypatch: pytest.MonkeyPatch, releases: range) -> list[int]:
 
     def deadly(self: ClusterRows, futures: Any, saying: str, watched: Any = None) -> Any:
         if watched is not None and self._releases - 1 in releases:
-            holders = {worker for workers in self._client.who_has(self._held).values() for worker in workers}
-            pid = self._client.run(os.getpid, workers=[sorted(holders)[0]]).popitem()[1]
+            pid = None
+            while pid is None:  # a worker that was just killed may still be known as a holder
+                holders = {worker for workers in self._client.who_has(self._held).values() for worker in workers}
+                with contextlib.suppress(OSError, IndexError, KeyError):
+                    pid = self._client.run(os.getpid, workers=[sorted(holders)[0]]).popitem()[1]
             assert pid != os.getpid()
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
@@ -193,6 +197,25 @@ def test_no_worker_is_left(datalens, data, tmp_path, monkeypatch) -> None:
     assert len(charges) == 1 + 1  # the head of the ledger, and the release that was made
     datalens("train", "--resume", "--out", tmp_path / "run").succeeded()  # in this process: the data is the same
     assert (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[:2] == charges
+
+
+def test_a_lost_connection_is_said_in_one_line(datalens, data, here, tmp_path, monkeypatch) -> None:
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        raise distributed.comm.CommClosedError("in <TLS (closed)>: Stream is closed")
+
+    asked = ("--engine", "dask", "--scheduler", here)
+    for name in ("find_spec", "_versions"):  # each of the calls of all workers
+        real = distributed.Client.run
+
+        def run(self: Any, work: Any, *args: Any, _name: str = name, _real: Any = real, **kwargs: Any) -> Any:
+            return lost() if work.__name__ == _name else _real(self, work, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed.Client, "run", run)
+            assert "to a worker was lost" in refused(datalens, tmp_path, data, *asked)
+    monkeypatch.setattr(ClusterRows, "_holders", lost)
+    line = datalens("train", "--data", data, *SETTINGS, *asked, "--out", tmp_path / "run").refused(after_start=True)
+    assert "to a worker was lost (in <TLS (closed)>: Stream is closed): see that they run" in line
 
 
 def test_a_killed_driver_goes_on_with_resume(datalens, data, here, tmp_path, monkeypatch) -> None:

@@ -167,8 +167,9 @@ def make_whitening(start: Start, present: Tensor, seed: int) -> Whitening:
     variances, vectors = torch.linalg.eigh(torch.cov(features.mT))
     ridge = RIDGE * variances[-20:].mean()
     matrix = (vectors / (variances.clamp(min=0) + ridge).sqrt()).flip(1)
-    values = torch.cat(list(mapped(lambda some: (some - centre) @ matrix, features.split(1000))))
-    return Whitening(centre=centre, matrix=matrix, labels=labels, values=values)
+    for _ in mapped(lambda some: some.copy_((some - centre) @ matrix), features.split(1000)):
+        pass  # in place: all of them take much memory
+    return Whitening(centre=centre, matrix=matrix, labels=labels, values=features)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -413,8 +413,14 @@ def connected(options: Mapping[str, Any]) -> Iterator[Any]:
                     "address that it prints"
                 ) from None
             stack.enter_context(client)
-        check_workers(client, address)
-        yield client
+        try:
+            check_workers(client, address)
+            yield client
+        except distributed.comm.CommClosedError as error:
+            raise DatalensError(
+                f"the connection to the scheduler or to a worker was lost ({one_line(error)[:150]}): see that they "
+                "run, then run the same line again, with --resume if there is a run folder"
+            ) from None
 
 
 def workers_of(client: Any) -> list[str] | None:
@@ -435,6 +441,8 @@ def check_workers(client: Any, address: str | None) -> None:
     """
     import importlib.util
 
+    import distributed
+
     if workers_of(client) == []:
         raise DatalensError(f"the scheduler at {address} has no workers: start some with `dask worker {address}`")
     try:
@@ -447,6 +455,8 @@ def check_workers(client: Any, address: str | None) -> None:
     ours = _versions()
     try:
         everyone = client.run(_versions)
+    except distributed.comm.CommClosedError:
+        raise
     except Exception as error:  # whatever another version of the package raises when it is asked
         raise DatalensError(
             f"the workers have another version of datalens ({' '.join(str(error).split())[:100]}): install the same "
