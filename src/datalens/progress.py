@@ -62,6 +62,7 @@ class Count:
 
     def __init__(self, description: str, total: float | None, *, private: bool) -> None:
         self.description, self.total, self.private, self.done = description, total, private, 0.0
+        self._told = 0.0  # what was done at the last line
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         self.done += advance
@@ -85,7 +86,10 @@ class Count:
         left = seconds * max(self.total - self.done, 0) / self.done
         if seconds + left < LONG:
             return ""
-        return f"{self.description}: {self.done:.0f} of {self.total:.0f}, about {duration(left)} left"
+        stands = self.done == self._told  # then the pace so far says nothing about how long it will
+        self._told = self.done
+        when = f"{duration(seconds)} so far" if stands else f"about {duration(left)} left"
+        return f"{self.description}: {self.done:.0f} of {self.total:.0f}, {when}"
 
 
 def duration(seconds: float) -> str:

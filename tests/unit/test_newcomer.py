@@ -300,6 +300,9 @@ def test_a_line_says_how_long_it_still_takes():
     count.advance(0, 10)
     assert count.said(5.0) == "training: 10 of 100, about 45 s left"
     assert count.said(0.5) == ""  # over soon
+    assert count.said(15.0) == "training: 10 of 100, 15 s so far"  # a long step: no estimate that grows
+    count.advance(0, 40)
+    assert count.said(25.0) == "training: 50 of 100, about 25 s left"
     hidden = progress.Count("reading x", 100, private=True)
     hidden.advance(0, 10)
     assert hidden.said(20.0) == "reading x: 20 s so far"  # logs do not say how many records there are
