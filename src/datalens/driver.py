@@ -109,7 +109,7 @@ def train(
                 "the budget is spent, and interruptions lost every release: there is nothing to learn from; begin "
                 "another run"
             )
-        if world.size == 1:
+        if world.size == 1 or not method.teachers:
             run.keep()
         _release(run, model)
         say(_closing(run, kept))
@@ -208,7 +208,7 @@ def choose_device(name: str) -> "torch.device":
 def _check_ranks(settings: Settings, method: Method, world: "World") -> None:
     if world.size > 1 and method.follow is None:
         raise DatalensError(settings.one_process)
-    if world.size > settings.least_records and method.follow is not None:
+    if world.size > settings.least_records and method.teachers:
         raise DatalensError(
             f"{world.size} ranks are more than {settings.least_records} teachers: start at most "
             f"{settings.least_records}, or raise --teachers"

@@ -28,7 +28,14 @@ COMPACT = (*SMALL, "--network", "compact", "--basis", "pixel", "--k", "20", "--n
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch", "torch._dynamo", "datalens.driver", "datalens.methods.topagg", "sklearn.datasets"]
+    [
+        "torch",
+        "torch._dynamo",
+        "datalens.driver",
+        "datalens.methods.topagg",
+        "datalens.methods.refined",
+        "sklearn.datasets",
+    ]
 )
 
 
@@ -689,6 +696,150 @@ def test_what_is_not_a_restart_is_refused(ranks: Callable[..., Ranks], tmp_path:
     other = refused(ranks(2, *command, "--k", 9, environment=launched("job 7", restarts=1)).wait())
     assert "--resume cannot change it" in other
     assert (run / "ledger.jsonl").read_bytes() == before
+
+
+# --- records on ranks: private moments, and the second stage ----------------------------------
+
+MOMENTS = ("train", "--data", "digits", "--epsilon", 10, "--coordinates", 10, "--texture", 5, "--device", "cpu")
+REFINED = (*MOMENTS, "--refine", "diffusion", "--refine-steps", 3, "--refine-batch", 40, "--pretraining", 2)
+REFINED = (*REFINED, "--accountant", "rdp-improved")
+
+
+def tiny(rank: int) -> None:
+    """A network and a classifier that take no time."""
+    from datalens.methods import refined
+
+    refined.POOL, refined.PRE_BATCH, refined.ROUNDS = 100, 8, 4
+    refined.NETWORK = {"wide": 8, "deep": 8, "hidden": 8}
+
+
+def kinds(run: Path) -> list[str]:
+    """The part of the run that each charge is for."""
+    return [json.loads(line)["event"].get("part", "") for line in (run / "ledger.jsonl").read_text().splitlines()[1:]]
+
+
+@pytest.fixture(scope="module")
+def refined_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Ended]]]:
+    """The same run of two stages in one process and on two ranks, with the same seed of the noise."""
+    folder, found = tmp_path_factory.mktemp("refined"), {}
+    for size in (1, 2):
+        run, options = folder / f"run{size}", (*REFINED, "--noise-seed", 3, "--json")
+        found[size] = (run, Ranks(folder / str(size), size, *options, "--out", run, after=tiny).wait())
+        assert [one.code for one in found[size][1]] == [0] * size, [one.err for one in found[size][1]]
+    return found
+
+
+def test_both_stages_release_the_same_on_two_ranks(refined_runs: dict[int, tuple[Path, list[Ended]]]) -> None:
+    (one, (alone,)), (two, (leader, other)) = refined_runs[1], refined_runs[2]
+    assert same(weights(one), weights(two))
+    assert (one / "ledger.jsonl").read_bytes() == (two / "ledger.jsonl").read_bytes()
+    assert leader.seen["totals"] == alone.seen["totals"]
+    # One charge and one noise for each sum, on rank 0.
+    assert leader.seen["charges"] == alone.seen["charges"] == list(range(8 + 4 + 3))
+    assert len(leader.seen["noise"]) == len(alone.seen["noise"]) == 8 + 4 + 3
+    assert other.seen["charges"] == other.seen["noise"] == other.seen["totals"] == []
+    assert other.said_nothing()
+
+
+def noise_everywhere(rank: int) -> None:
+    """Broken twin: another rank adds noise, too."""
+    from datalens.methods.refined import Worker
+    from datalens.privacy.noise import SeededNoise
+
+    tiny(rank)
+    real = Worker.of_rank
+
+    def noisy(self: Worker, *given: Any) -> Any:
+        found = real(self, *given)
+        total = found.total.private_total
+        noise = 1000 * SeededNoise(rank).standard_normal(total.numel())
+        return replace(found, total=replace(found.total, private_total=total + int(rank > 0) * total.new_tensor(noise)))
+
+    Worker.of_rank = noisy  # type: ignore[method-assign]
+
+
+def everything_again(rank: int) -> None:
+    """Broken twin: rank 1 holds all records, those of rank 0 too."""
+    from datalens.run.rank_rows import PartOfRank
+
+    tiny(rank)
+    real = PartOfRank.is_here
+    PartOfRank.is_here = lambda self, number: rank == 1 or real(self, number)  # type: ignore[method-assign]
+
+
+def everything_again_unchecked(rank: int) -> None:
+    from datalens.run.rank_rows import RankRows
+
+    everything_again(rank)
+    real = RankRows.meet
+
+    def unchecked(self: RankRows) -> None:
+        self.part.held = self.part.everyone if rank == 0 else 0
+        real(self)
+
+    RankRows.meet = unchecked  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [noise_everywhere, everything_again_unchecked])
+def test_broken_ranks_release_something_else(
+    refined_runs: dict[int, tuple[Path, list[Ended]]], ranks: Callable[..., Ranks], tmp_path: Path, broken: Any
+) -> None:
+    run = tmp_path / "run"
+    ended = ranks(2, *REFINED, "--noise-seed", 3, "--out", run, after=broken).wait()
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+    assert not same(weights(run), weights(refined_runs[1][0]))
+
+
+@pytest.mark.slow
+def test_records_on_two_ranks_are_found_before_anything_is_charged(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = ranks(2, *REFINED, "--out", run, after=everything_again).wait()
+    assert [one.code for one in ended] == [2, 2]
+    assert "a record is on two ranks, or on none" in ended[0].err
+    assert charges(run) == []
+
+
+def dies_in_a_step(rank: int) -> None:
+    """Rank 1 is killed while it adds up the second of its samples."""
+    from datalens.methods.refined import Worker
+
+    tiny(rank)
+    real = Worker.of_rank
+
+    def deadly(self: Worker, given: Any, number: int, words: Any) -> Any:
+        if rank == 1 and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, given, number, words)
+
+    Worker.of_rank = deadly  # type: ignore[method-assign]
+
+
+def test_a_rank_that_dies_in_a_step_ends_the_run_without_its_sum(
+    ranks: Callable[..., Ranks], datalens: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its noise is the operating system's. The run goes on with another number of ranks, and charges only the rest."""
+    run = tmp_path / "run"
+    leader, killed = ranks(2, *REFINED, "--out", run, after=dies_in_a_step).wait()
+    assert (leader.code, killed.code) == (2, -signal.SIGKILL)
+    assert "another rank has ended" in leader.err.splitlines()[-1]
+    assert kinds(run) == [""] * 8 + ["labels"] * 4 + ["refinement"]  # the second step was not charged
+    again = ranks(3, "train", "--out", run, "--resume", "--device", "cpu", "--json", after=tiny).wait()
+    assert [one.code for one in again] == [0, 0, 0], again[0].err
+    assert kinds(run) == [""] * 8 + ["labels"] * 4 + ["refinement"] * 3
+    assert again[0].seen["charges"] == [13, 14]
+    assert json.loads(again[0].out)["private"] is True
+    datalens("verify", run).succeeded()
+
+
+@pytest.mark.slow
+def test_moments_alone_release_the_same_on_two_ranks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    for size in (1, 2):
+        run = tmp_path / f"run{size}"
+        ended = ranks(size, *MOMENTS, "--noise-seed", 3, "--out", run).wait()
+        assert [one.code for one in ended] == [0] * size, ended[0].err
+    assert same(weights(tmp_path / "run1"), weights(tmp_path / "run2"))
+    assert ended[1].seen["charges"] == ended[1].seen["noise"] == []
 
 
 # --- GPUs -------------------------------------------------------------------------------------

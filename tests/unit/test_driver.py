@@ -350,23 +350,25 @@ def test_counts_and_fingerprints_are_of_all_ranks() -> None:
 
 def test_who_may_have_ranks() -> None:
     settings: Any = SimpleNamespace(least_records=3, one_process="runs in one process")
-    alone: Any = SimpleNamespace(follow=None)
-    many: Any = SimpleNamespace(follow=print)
+    alone: Any = SimpleNamespace(follow=None, teachers=True)
+    many: Any = SimpleNamespace(follow=print, teachers=True)
+    records: Any = SimpleNamespace(follow=print, teachers=False)
     driver._check_ranks(settings, alone, Several(1, 0))  # type: ignore[arg-type]
     driver._check_ranks(settings, many, Several(3, 0))  # type: ignore[arg-type]
     with pytest.raises(DatalensError, match="runs in one process"):
         driver._check_ranks(settings, alone, Several(2, 0))  # type: ignore[arg-type]
     with pytest.raises(DatalensError, match="4 ranks are more than 3 teachers: start at most 3"):
         driver._check_ranks(settings, many, Several(4, 0))  # type: ignore[arg-type]
+    driver._check_ranks(settings, records, Several(4, 0))  # type: ignore[arg-type]
 
 
-def following(monkeypatch: pytest.MonkeyPatch, fake: Fake, world: Several) -> None:
+def following(monkeypatch: pytest.MonkeyPatch, fake: Fake, world: Several, *, teachers: bool = True) -> None:
     from datalens.run.ranks import World
 
     def follow(schema: Schema, gathered: Any, settings: Any, place: Place) -> None:
         fake.done.append(f"follow {schema.name} {gathered.count}")
 
-    method = dataclasses.replace(driver.method_of(None), follow=follow)  # type: ignore[arg-type]
+    method = dataclasses.replace(driver.method_of(None), follow=follow, teachers=teachers)  # type: ignore[arg-type]
     monkeypatch.setattr(driver, "method_of", lambda settings: method)
     monkeypatch.setattr(World, "start", classmethod(lambda cls, device: world))
 
@@ -410,13 +412,14 @@ def test_ranks_agree_on_where_and_what(fake: Fake, tmp_path: Path, monkeypatch: 
     assert facts["out"] == str(tmp_path / "run") and facts["resume"] is True and "the setting k" in facts
 
 
-def test_the_first_of_several_ranks_leads_and_leaves_keeping_to_checkpoints(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("teachers", [True, False])
+def test_the_first_of_several_ranks_leads_and_leaves_keeping_teachers_to_checkpoints(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teachers: bool
 ) -> None:
     monkeypatch.setattr(Run, "keep", lambda self: fake.done.append("keep"))
-    following(monkeypatch, fake, Several(2, 0, [b"2 1"]))
+    following(monkeypatch, fake, Several(2, 0, [b"2 1"]), teachers=teachers)
     assert go(tmp_path / "run")["steps"] == 4
-    assert "keep" not in fake.done  # the others have been dismissed by then
+    assert ("keep" in fake.done) == (not teachers)  # those of other ranks have been dismissed by then
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data_sha256"] == f"{8:064x}"
 
 

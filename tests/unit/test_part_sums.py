@@ -10,7 +10,7 @@ import torch
 
 from datalens.bounded.contributions import BoundedSum
 from datalens.bounded.outer import Outer, sum_outer
-from datalens.bounded.parts import PartSum, join, whole
+from datalens.bounded.parts import PartSum, join, join_over_ranks, whole
 from datalens.public.threads import AHEAD, mapped, one_core_each, side_by_side
 
 GRID = 100
@@ -180,3 +180,70 @@ def test_an_error_in_a_thread_reaches_the_caller_and_ends_the_threads() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+
+class Everybody:
+    """The ranks, as one of them sees them: what the others send is known."""
+
+    def __init__(self, sums: list[PartSum], *, rank: int = 0) -> None:
+        self._sums, self._rank, self.added = sums, rank, 0
+
+    def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]:
+        return [data if i == self._rank else _facts_of(one) for i, one in enumerate(self._sums)]
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        self.added += 1
+        others = [one.total.private_total for i, one in enumerate(self._sums) if i != self._rank]
+        return sum(others, tensor) if self._rank == 0 else None
+
+
+def _facts_of(one: PartSum) -> bytes:
+    """What a rank with this sum sends."""
+    sent: list[bytes] = []
+
+    class Listening(Everybody):
+        def gather(self, data: bytes, *, width: int | None = None) -> list[bytes]:
+            sent.append(data)
+            return [data]
+
+    join_over_ranks(one, Listening([one]))
+    return sent[0]
+
+
+def test_sums_of_ranks_add_up_on_rank_0() -> None:
+    joined = join_over_ranks(ONE, Everybody([ONE, TWO, THREE]))
+    assert joined is not None
+    assert whole(joined, like=EMPTY, parts=3, records=3).private_total.tolist() == [[12, 15, 18]]
+    assert join_over_ranks(TWO, Everybody([ONE, TWO, THREE], rank=1)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("sums", "words"),
+    [
+        ([ONE, dataclasses.replace(TWO, parts=(0,))], "part 0 is in the sum twice"),
+        ([ONE, PartSum(total=total([], grid=GRID + 1), parts=(1,), records=0)], "must agree"),
+    ],
+)
+def test_every_rank_checks_before_anything_is_added(rank: int, sums: list[PartSum], words: str) -> None:
+    everybody = Everybody(sums, rank=rank)
+    with pytest.raises(ValueError, match=words):
+        join_over_ranks(sums[rank], everybody)
+    assert everybody.added == 0
+
+
+def test_a_rank_whose_sum_is_too_long_gives_nothing() -> None:
+    everybody = Everybody([dataclasses.replace(TWO, records=0)])
+    with pytest.raises(ValueError, match="longer than the bound"):
+        join_over_ranks(dataclasses.replace(TWO, records=0), everybody)
+    assert everybody.added == 0
+
+
+def test_a_rank_that_is_missing_is_found() -> None:
+    joined = join_over_ranks(ONE, Everybody([ONE, TWO]))
+    assert joined is not None
+    with pytest.raises(ValueError, match="part 2 is not in the sum"):
+        whole(joined, like=EMPTY, parts=3, records=3)

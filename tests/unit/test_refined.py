@@ -258,6 +258,77 @@ def test_a_row_that_is_not_measured_is_too_long(tmp_path: Path, monkeypatch: pyt
     assert float(moved.norm()) > 2 * GRID
 
 
+def clipped_after_adding(patch: pytest.MonkeyPatch) -> None:
+    """The broken twin of a bound on every row: rows are added as they are, and their sum is clipped."""
+
+    def raw(self: WholeSum, gradients: torch.Tensor, weights: torch.Tensor) -> None:
+        self._total += GRID * (gradients.to(torch.float64) * weights.unsqueeze(1)).sum(dim=0)
+
+    def clipped(self: Trainer, sample: torch.Tensor, number: int, *, real=Trainer._sum) -> WholeSum:  # type: ignore[no-untyped-def]
+        found = real(self, sample, number)
+        found._total = (found._total * min(1.0, GRID / max(float(found._total.norm()), 1e-9))).trunc()
+        return found
+
+    patch.setattr(WholeSum, "add", raw)
+    patch.setattr(Trainer, "_sum", clipped)
+
+
+def moved_by_others(settings: RefinedSettings, tmp_path: Path) -> bool:
+    """Whether a record that goes takes more or less than its own row with it."""
+    data = data_of(20)
+    whole, rest = sum_of(settings, data, tmp_path), sum_of(settings, without(data, [3]), tmp_path)
+    alone = sum_of(settings, without(data, [i for i in range(20) if i != 3]), tmp_path)
+    return not torch.equal(whole - rest, alone)
+
+
+def test_a_sum_that_is_clipped_instead_of_its_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, settings = planned()
+    assert not moved_by_others(settings, tmp_path)
+    clipped_after_adding(monkeypatch)
+    assert moved_by_others(settings, tmp_path)
+
+
+def shuffled_batches(patch: pytest.MonkeyPatch) -> None:
+    """The broken twin of Poisson samples: a shuffled order, cut into batches of one size."""
+    order: list[int] = []
+
+    def batch(noise: SeededNoise, count: int, rate: float) -> np.ndarray:
+        size = round(rate * count)
+        if len(order) < size:
+            order[:] = np.argsort(noise.words(count)).tolist()
+        return np.array([order.pop() for _ in range(size)])
+
+    patch.setattr(refined, "poisson_sample", batch)
+
+
+def samples_of(
+    settings: RefinedSettings, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[set[int]]:
+    """The samples of these steps, whose sums are not computed."""
+    one, samples = trainer(settings, gathered(data_of(150), settings, tmp_path), tmp_path), list[set[int]]()
+    nothing = WholeSum(one._rule, one._layout.size, device=CPU)
+    monkeypatch.setattr(one, "_sum", lambda sample, number: samples.append(set(sample.tolist())) or nothing)
+    for step in range(steps):
+        one._total(step)
+    return samples
+
+
+def drawn_one_by_one(samples: list[set[int]], units: int, rate: float) -> bool:
+    """Whether sizes vary as those of Poisson samples do, and a unit may be in two samples that follow each other."""
+    variance = units * rate * (1 - rate)
+    varied = 0.6 * variance < float(np.var([len(sample) for sample in samples])) < 1.6 * variance
+    again = np.mean([len(one & other) for one, other in itertools.pairwise(samples)])
+    return varied and 0.7 < float(again) / (units * rate**2) < 1.3
+
+
+def test_a_shuffled_order_is_not_taken_for_poisson_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, settings = planned(refine_batch=40)
+    rate = refined.schedule_of(settings, SCHEMA).rate
+    assert drawn_one_by_one(samples_of(settings, 200, tmp_path, monkeypatch), 150, rate)
+    shuffled_batches(monkeypatch)
+    assert not drawn_one_by_one(samples_of(settings, 200, tmp_path, monkeypatch), 150, rate)
+
+
 def test_noise_by_place_changes_the_rows_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin of noise that follows from a hash of the record: the first look above finds it."""
     _, settings = planned()

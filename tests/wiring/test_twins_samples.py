@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from datalens.methods import ensemble, noisy_critic, sgd
+from datalens.bounded.whole_rows import GRID, WholeSum
+from datalens.methods import ensemble, noisy_critic, refined, sgd
 from datalens.privacy import dpsgd, noise, one_of_many
 from datalens.private.critics import Critics
 from datalens.public import streams
@@ -37,6 +39,34 @@ def shuffled() -> Callable[..., np.ndarray]:
 @twin("sgd", "samples")
 def batches_of_a_shuffled_epoch(patch: Patch) -> None:
     patch.setattr(dpsgd, "poisson_sample", shuffled())
+
+
+def tiny_second_stage(patch: Patch) -> None:
+    patch.setattr(refined, "NETWORK", {"wide": 8, "deep": 8, "hidden": 8})
+    patch.setattr(refined, "ROUNDS", 2)
+
+
+@twin("datalens refined", "samples")
+def batches_of_a_shuffled_epoch_for_the_second_stage(patch: Patch) -> None:
+    tiny_second_stage(patch)
+    patch.setattr(refined, "poisson_sample", shuffled())
+
+
+@twin("datalens refined", "samples")
+def a_sum_that_is_clipped_after_adding(patch: Patch) -> None:
+    """Rows are added as they are, and their sum is brought to the bound of one row."""
+    tiny_second_stage(patch)
+    bounded = WholeSum.bounded
+
+    def raw(self: WholeSum, gradients: torch.Tensor, weights: torch.Tensor) -> None:
+        self._total += GRID * (gradients.to(torch.float64) * weights.unsqueeze(1)).sum(dim=0)
+
+    def clipped(self: WholeSum, **unit: Any) -> Any:
+        self._total *= min(1.0, GRID / max(float(self._total.norm()), 1e-9))
+        return bounded(self, **unit)
+
+    patch.setattr(WholeSum, "add", raw)
+    patch.setattr(WholeSum, "bounded", clipped)
 
 
 @twin("dpgan", "samples")
@@ -144,6 +174,11 @@ def noise_on_disk(patch: Patch) -> None:
 @pytest.mark.parametrize("name", list(TWINS))
 def test_a_twin_is_caught(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     assert TWINS.caught(name, monkeypatch, tmp_path)
+
+
+def test_a_tiny_second_stage_is_not_taken_for_a_broken_one(tmp_path: Path, monkeypatch: Patch) -> None:
+    tiny_second_stage(monkeypatch)
+    assert found_in("datalens refined", "samples", tmp_path) == []
 
 
 def test_persons_who_are_ignored_are_caught(tmp_path: Path, monkeypatch: Patch) -> None:

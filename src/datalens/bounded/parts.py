@@ -1,17 +1,20 @@
 """Sums of parts of the records, each of which is in the whole sum once.
 
-Parts are chunks of threads, or partitions that machines of a cluster work on. Their sums are whole numbers, so it does
-not matter where, in what order or how often a part was computed; but it must be added once. A part's sum therefore
-names the parts that are in it, and two sums with a part in common cannot be joined.
+Parts are chunks of threads, partitions that machines of a cluster work on, or the records of a rank. Their sums are
+whole numbers, so it does not matter where, in what order or how often a part was computed; but it must be added once. A
+part's sum therefore names the parts that are in it, and two sums with a part in common cannot be joined.
 """
 
+import itertools
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from datalens.bounded.contributions import BoundedSum
+from datalens.bounded.contributions import BoundedSum, Ranks
 
 ROUNDING = 1 + 1e-9  # of a norm that is computed in float64
 
@@ -45,33 +48,64 @@ def join(sums: Iterable[PartSum]) -> PartSum:
     if not sums:
         raise ValueError("nothing to sum: there were no parts")
     first = sums[0].total
-    parts: set[int] = set()
     for one in sums:
-        if _kind(one.total) != _kind(first):
-            raise ValueError("parts of one sum must agree on shape, kind, bound, diameter and unit")
-        again = parts.intersection(one.parts)
-        if again or len(set(one.parts)) < len(one.parts):
-            number = min(again or one.parts)
-            raise ValueError(f"part {number} is in the sum twice: the bound holds only if each is in it once")
-        parts.update(one.parts)
         check_length(one)
     records = sum(one.records for one in sums)
-    if records * first.l2_bound >= 2**63:
-        raise OverflowError(f"{records} rows of norm {first.l2_bound:g} could overflow an int64 sum")
+    parts = _check_joined([_kind(one.total) for one in sums], [one.parts for one in sums], records, first.l2_bound)
     total = first.private_total
     for one in sums[1:]:
         total = total + one.total.private_total
-    return PartSum(
-        total=BoundedSum(
-            private_total=total,
-            l2_bound=first.l2_bound,
-            diameter=first.diameter,
-            row_unit=first.row_unit,
-            queries=first.queries,
-        ),
-        parts=tuple(sorted(parts)),
-        records=records,
+    return PartSum(total=_with_total(first, total), parts=parts, records=records)
+
+
+def join_over_ranks(mine: PartSum, ranks: Ranks) -> PartSum | None:
+    """Return the sum over all ranks on rank 0, and None on the other ranks, which do not need it.
+
+    Before anything is added, every rank checks what `join` checks.
+
+    Args:
+        mine: The sum of this rank's records.
+        ranks: All ranks.
+
+    Raises:
+        ValueError: ranks disagree on the kind of sum, a part is on two ranks, or this rank's sum is too long.
+        OverflowError: an int64 sum could overflow.
+    """
+    check_length(mine)
+    facts = {"kind": repr(_kind(mine.total)), "parts": mine.parts, "records": mine.records}
+    everybody = [json.loads(one) for one in ranks.gather(json.dumps(facts).encode())]
+    records = sum(one["records"] for one in everybody)
+    kinds, numbers = [one["kind"] for one in everybody], [tuple(one["parts"]) for one in everybody]
+    parts = _check_joined(kinds, numbers, records, mine.total.l2_bound)
+    total = ranks.add(mine.total.private_total.cpu())  # ranks may have other devices
+    if total is None:
+        return None
+    return PartSum(total=_with_total(mine.total, total), parts=parts, records=records)
+
+
+def _with_total(like: BoundedSum, total: Tensor) -> BoundedSum:
+    return BoundedSum(
+        private_total=total,
+        l2_bound=like.l2_bound,
+        diameter=like.diameter,
+        row_unit=like.row_unit,
+        queries=like.queries,
     )
+
+
+def _check_joined(
+    kinds: Sequence[object], numbers: Sequence[tuple[int, ...]], records: int, l2_bound: float
+) -> tuple[int, ...]:
+    """Raise unless sums of these kinds and parts can be added; return the numbers of all parts."""
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError("parts of one sum must agree on shape, kind, bound, diameter and unit")
+    every = sorted(number for some in numbers for number in some)
+    again = [number for number, following in itertools.pairwise(every) if number == following]
+    if again:
+        raise ValueError(f"part {again[0]} is in the sum twice: the bound holds only if each is in it once")
+    if records * l2_bound >= 2**63:
+        raise OverflowError(f"{records} rows of norm {l2_bound:g} could overflow an int64 sum")
+    return tuple(every)
 
 
 def whole(joined: PartSum, *, like: BoundedSum, parts: int, records: int) -> BoundedSum:

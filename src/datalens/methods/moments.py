@@ -19,7 +19,7 @@ post-processing (`released.moments`).
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -74,6 +74,8 @@ from datalens.released import moments as released
 from datalens.run import cluster
 from datalens.run.cluster import ClusterRows, check_options
 from datalens.run.folder import Run
+from datalens.run.rank_rows import PartOfRank, RankRows
+from datalens.run.ranks import World
 
 # The releases of a run, in this order; the settings named `…_share` say what part of the budget each gets.
 RELEASES = (
@@ -358,10 +360,6 @@ class MomentSettings(Settings):
         return "releases"
 
     @property
-    def one_process(self) -> str:
-        return "private moments run in one process, or by --engine dask: leave torchrun out, or add --warm-start off"
-
-    @property
     def signal(self) -> str:
         return NOISE_BY
 
@@ -601,11 +599,28 @@ def check_moments(settings: MomentSettings, schema: Schema) -> None:
 LEAST_PART = 0.25  # of the planned mu² of a release: with less, it would be mostly noise
 
 Ask = Callable[[str, Callable[[], BoundedSum]], Released]
+Rows = RecordRows | ClusterRows | RankRows  # of all records, wherever they are
+
+
+def train(run: Run, records: Rows, settings: MomentSettings, place: Place) -> released.MomentModel:
+    """Make all releases, and return the generator that follows from them."""
+    if isinstance(records, RankRows):
+        records.meet()
+    model = learn(run, records, settings)
+    if isinstance(records, RankRows):
+        records.dismiss()
+    return model
+
+
+def follow(schema: Schema, records: RankRows, settings: MomentSettings, place: Place) -> None:
+    """Answer rank 0 for this rank's records; called on every other rank."""
+    records.meet()
+    records.follow()
 
 
 @one_core_each()
-def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings, place: Place) -> released.MomentModel:
-    """Make all releases, and return the generator that follows from them."""
+def learn(run: Run, records: Rows, settings: MomentSettings) -> released.MomentModel:
+    """Make all releases that were not made before an interruption, and return what follows from them."""
     s, schema = settings, run.schema
     classes, floor = len(schema.classes), smallest_class(schema)
     grid = {"grid": s.grid}
@@ -650,7 +665,7 @@ def train(run: Run, records: RecordRows | ClusterRows, settings: MomentSettings,
 
 def _with_texture(
     start: released.Start,
-    records: RecordRows | ClusterRows,
+    records: Rows,
     s: MomentSettings,
     schema: Schema,
     ask: Ask,
@@ -688,9 +703,11 @@ def _with_texture(
 
 
 @one_core_each()
-def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRows | ClusterRows:
-    """Return every record's rows, as whole numbers: those of this process, or those that a cluster holds."""
-    shape, asked = records.schema.shape, place.options
+def gather(records: Records, settings: MomentSettings, place: Place) -> Rows:
+    """Return every record's rows, as whole numbers: those of this process, or those that a cluster or ranks hold."""
+    shape, asked, world = records.schema.shape, place.options, place.world or World()
+    if world.size > 1:
+        check_ranks(asked)
     if check_options(asked):
         assert place.closing is not None
 
@@ -706,7 +723,19 @@ def gather(records: Records, settings: MomentSettings, place: Place) -> RecordRo
     if device.type != "cpu" and not same_rows_on(device, records.schema, basis=basis, texture=texture):
         say(f"the {device.type} device rounds otherwise than processors do: the records are summed without it")
         device = torch.device("cpu")
-    return RecordRows.gather(records, basis=basis, texture=texture, folder=folder, device=device)
+    here: dict[str, Any] = {"basis": basis, "texture": texture, "folder": folder, "device": device}
+    if world.size == 1:
+        return RecordRows.gather(records, **here)
+    part = PartOfRank(records, world)
+    return RankRows(RecordRows.gather(part, **here), part, world)
+
+
+def check_ranks(options: Mapping[str, Any]) -> None:
+    """Raise if an option is for one process, where there are several ranks."""
+    if options.get("engine") is not None:
+        raise DatalensError("--engine dask has workers of its own: leave it out, or leave torchrun out")
+    if options.get("skip_unreadable"):
+        raise DatalensError("--skip-unreadable is for one process: leave torchrun out, or mend the images first")
 
 
 def _ask(run: Run, s: MomentSettings, name: str, total: Callable[[], BoundedSum]) -> Released:
@@ -816,6 +845,7 @@ MOMENTS = Method(
     plan=plan,
     gather=gather,
     train=train,
+    follow=follow,
     options=Options,
     presets=("default",),
     persons=True,

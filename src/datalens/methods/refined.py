@@ -12,6 +12,9 @@ A record's row depends on that record, on released weights and on public numbers
 added to an image follows from a hash of the record and the number of the step, not from its place in a batch. Rows are
 whole numbers, whose sums are exact in any order; and it is tried at the start of a run, on random images, that
 the arithmetic of this machine does not round by place.
+
+Records may be spread over ranks (`run.rank_rows`). Each rank draws its own part of every Poisson sample and adds up the
+rows of its own records, at weights that rank 0 has released. Charges, noise and weights are rank 0's alone.
 """
 
 import contextlib
@@ -22,7 +25,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,6 +35,8 @@ import torch
 from torch import Tensor
 from tyro.conf import arg
 
+from datalens.bounded.contributions import BoundedSum
+from datalens.bounded.parts import PartSum
 from datalens.bounded.whole_rows import GRID, WholeRows, WholeSum
 from datalens.data.records import Records, record_keys
 from datalens.data.schema import Schema
@@ -43,7 +48,7 @@ from datalens.methods.moments import MOMENTS, MomentSettings
 from datalens.options import Number, WholeNumber
 from datalens.plans.base import Method, Part, Place, Request, checked, cost, gaps_of_blocks, gaussian_event, known
 from datalens.privacy.accountant import Accountant
-from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, poisson_sample
+from datalens.privacy.dpsgd import GradientGate, Schedule, calibrate_sigma, poisson_sample, sample_of
 from datalens.privacy.events import ROUNDING, Charge, Event, SubsampledGaussianEvent, of_part
 from datalens.privacy.ledger import Budget
 from datalens.privacy.mechanisms import make_mechanism
@@ -58,6 +63,8 @@ from datalens.released.denoiser import DiffusionModel, Network, Shape, channels_
 from datalens.released.moments import MomentModel, Start
 from datalens.run.folder import NoTeachers, Run
 from datalens.run.parked import park, unpark
+from datalens.run.rank_rows import PartOfRank, RankRows
+from datalens.run.ranks import World, ranks
 
 CPU = torch.device("cpu")
 PART, LABELS = "refinement", "labels"  # the names of the second stage's releases in every charge
@@ -276,10 +283,6 @@ class RefinedSettings(MomentSettings):
     def step_name(self) -> str:
         return "steps"
 
-    @property
-    def one_process(self) -> str:
-        return "--refine diffusion runs in one process: leave torchrun out"
-
     def release_name(self, event: Charge) -> str | None:
         names = {PART: "sums of gradients", LABELS: "errors of a linear classifier"}
         return names.get(event.part) or super().release_name(event)
@@ -367,6 +370,7 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
         "copies": o.refine_copies or COPIES,
         "rate": RATE if o.refine_rate is None else o.refine_rate,
     }
+    check_timed(o)
     draft = RefinedSettings(**fields, steps=o.refine_steps or STEPS, sigma=0.0)
     if o.refine_minutes is not None and o.refine_steps is None:
         draft = dataclasses.replace(draft, steps=steps_within(o.refine_minutes, draft, schema))
@@ -376,6 +380,15 @@ def plan(request: Request, schema: Schema, budget: Budget) -> RefinedSettings:
         rate=batch / schema.nominal_size, steps=draft.steps, budget=budget, rounding=0.0, beside=beside
     )
     return dataclasses.replace(draft, sigma=sigma)
+
+
+def check_timed(options: Options) -> None:
+    """Raise if the plan would follow from a timed step, where several ranks would each time their own."""
+    if ranks() > 1 and (options.refine == "auto" or options.refine_minutes is not None):
+        raise DatalensError(
+            "ranks would not agree on a plan that follows from a timed step: leave --refine-minutes out, and choose "
+            "--refine diffusion or off"
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -443,7 +456,7 @@ ROUNDS, HEAD_GRID = 60, 2**12  # rounds of training; norm of features, and of er
 SHARPNESS, LEAST_ERROR, HEAD_RATE, MOMENTUM = 10.0, 0.5, 8.0, 0.9
 
 
-def learn_labels(run: Run, data: RecordRows, model: MomentModel, s: RefinedSettings) -> denoiser.Head:
+def learn_labels(run: Run, data: RecordRows | RankRows, model: MomentModel, s: RefinedSettings) -> denoiser.Head:
     """Train the classifier by gradient descent on noisy sums over all records, and return it.
 
     A round whose value an interruption lost stays charged, and is left out.
@@ -457,7 +470,7 @@ def learn_labels(run: Run, data: RecordRows, model: MomentModel, s: RefinedSetti
         for number in range(s.rounds):
             answer = run.journal.find(run.ledger, step=number, part=LABELS)
             if answer is None and not any(event.step == number for event in of_part(run.ledger.events, LABELS)):
-                rows = _features(data, model, run.path) if rows is None else rows
+                rows = _features_anywhere(data, model, run.path) if rows is None else rows
                 limits: dict[str, Any] = {"sharpness": SHARPNESS, "least": LEAST_ERROR, "grid": HEAD_GRID}
                 total = rows.errors(rows.coordinates, head=weights, **limits)
                 sigma = s.sigma_of_labels(run.ledger.budget)
@@ -473,14 +486,25 @@ def learn_labels(run: Run, data: RecordRows, model: MomentModel, s: RefinedSetti
     return denoiser.Head(weights=weights)
 
 
-def _features(data: RecordRows, model: MomentModel, folder: Path) -> RecordRows:
-    """Return the records' texture features, with a constant, in place of their rows."""
+FEATURES, ERRORS, BEGIN, STEP = "features", "errors", "second stage", "step"  # orders of rank 0 to other ranks
+
+
+def _features_anywhere(data: RecordRows | RankRows, model: MomentModel, folder: Path) -> RecordRows | RankRows:
+    """Return the texture features of all records, with a constant, in place of their rows."""
+    if isinstance(data, RecordRows):
+        return features_of(data, model.centre, model.white, folder)
+    data.order(FEATURES, centre=model.centre, white=model.white)
+    return data.viewed(features_of(data.mine, model.centre, model.white, folder), name=ERRORS)
+
+
+def features_of(data: RecordRows, centre: Tensor, white: Tensor, folder: Path) -> RecordRows:
+    """Return the texture features of this process's records, with a constant, in place of their rows."""
 
     def view(stored: Tensor) -> Tensor:
-        values = data.texture(stored, centre=model.centre, white=model.white)
+        values = data.texture(stored, centre=centre, white=white)
         return denoiser.with_constant(values / FINE).mul(FINE).round()
 
-    return data.viewed(view, len(model.centre) + 1, folder=folder)
+    return data.viewed(view, len(centre) + 1, folder=folder)
 
 
 # --- examples: an image with noise, and what the network should say of it ---------------------------------------------
@@ -616,15 +640,20 @@ PRE_TOGETHER = 32  # images that go through the network together
 SAVED_SECONDS = 30.0
 
 
-def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) -> Network:
-    """Train the network on images drawn from the moments. What was trained before an interruption is read again."""
+def pretrained(
+    run: Run, model: MomentModel, s: RefinedSettings, make: Maker, *, beat: Callable[[], None] = lambda: None
+) -> Network:
+    """Train the network on images drawn from the moments. What was trained before an interruption is read again.
+
+    `beat` is called again and again: other ranks, if there are any, wait meanwhile.
+    """
     network = make.network()
     engine = RowEngine(network, kind=make.kind, device=make.device)
     adam, path = Adam.of(engine.flat(network)), run.path / PRETRAINED
     if path.exists():
         adam.load_state(load_tensors(path)[0])
     if adam.taken < s.pretraining:
-        images, labels = _pool(run, model.to(make.device), s)
+        images, labels = _pool(run, model.to(make.device), s, beat)
         together = PRE_TOGETHER if make.device.type == "cpu" else PRE_BATCH
         saved = time.monotonic()
         with run.watched("pre-training, which costs no privacy", s.pretraining) as progress:
@@ -637,6 +666,7 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
                 ]
                 gradient = _plain_gradient(engine, network, adam, parts, make, step=adam.taken)
                 adam.step(gradient / PRE_BATCH, rate=PRE_RATE, steps=s.pretraining)
+                beat()
                 progress.done(adam.taken)
                 if time.monotonic() - saved > SAVED_SECONDS or adam.taken == s.pretraining:
                     save_tensors(path, adam.state(), {})
@@ -645,7 +675,7 @@ def pretrained(run: Run, model: MomentModel, s: RefinedSettings, make: Maker) ->
     return network
 
 
-def _pool(run: Run, model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Tensor]:
+def _pool(run: Run, model: MomentModel, s: RefinedSettings, beat: Callable[[], None]) -> tuple[Tensor, Tensor]:
     """Draw the images for pre-training, with as many of each class as the released counts say."""
     random, count = streams.generator(s.seed, "pool"), min(POOL, s.pretraining * PRE_BATCH)
     drawn = model.sizes.to(torch.float64).multinomial(count, replacement=True, generator=random)
@@ -653,6 +683,7 @@ def _pool(run: Run, model: MomentModel, s: RefinedSettings) -> tuple[Tensor, Ten
     with run.watched("images from the moments", count) as progress:
         for part in labels.split(250):
             images.append((model.images(part, random) * 255).round().to(torch.uint8).cpu())
+            beat()
             progress.done(250 * len(images))
     return torch.cat(images), labels
 
@@ -690,7 +721,7 @@ def _copy(network: Network, kind: torch.dtype) -> Network:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RefinedRecords:
-    """The part of the records that both stages need; private.
+    """The part of the records that both stages need, of all records or of those of this rank; private.
 
     Attributes:
         rows: for the moments.
@@ -700,14 +731,18 @@ class RefinedRecords:
         starts: where persons are the units, the first record of each, and n at the end [persons + 1]; records are
             sorted by person.
         persons: a hash of every person [persons], where these are the units.
+        numbers: the numbers of this rank's units among those of all ranks [units], and `everyone`, how many these are:
+            as one process would have them. Only where the noise has a seed.
     """
 
-    rows: RecordRows
+    rows: RecordRows | RankRows
     images: Tensor
     labels: Tensor
     keys: Tensor
     starts: Tensor | None = None
     persons: Tensor | None = None
+    numbers: Tensor | None = None
+    everyone: int = 0
 
     @property
     def count(self) -> int:
@@ -734,10 +769,14 @@ class RefinedRecords:
 def gather(records: Records, settings: RefinedSettings, place: Place) -> RefinedRecords:
     """Return the rows of the moments and the images themselves, in memory."""
     rows = moments.gather(records, settings, place)
-    assert isinstance(rows, RecordRows)
+    assert isinstance(rows, RecordRows | RankRows)
     by_person = records.schema.by_person
+    part = PartOfRank(records, rows.world) if isinstance(rows, RankRows) else None
+    if part is not None:
+        records, part.names = part, [] if settings.noise_seeded else None
     images, owners = [torch.zeros(0, *records.schema.shape, dtype=torch.uint8)], list[bytes]()
     labels, keys = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    positions = [torch.zeros(0, dtype=torch.int64)]
 
     def choose(index: np.ndarray, names: Any) -> np.ndarray:
         if by_person:
@@ -747,10 +786,19 @@ def gather(records: Records, settings: RefinedSettings, place: Place) -> Refined
     for block in records.blocks(choose):
         images.append(torch.from_numpy(block.images).permute(0, 3, 1, 2).contiguous())
         labels.append(torch.from_numpy(block.labels))
+        positions.append(torch.from_numpy(block.index))
         contents = zip(record_keys(block.images, None), block.labels.tolist(), strict=True)
-        keys.append(torch.tensor([_number(content + str(label).encode()) for content, label in contents]))
+        numbers = [_number(content + str(label).encode()) for content, label in contents]
+        keys.append(torch.tensor(numbers, dtype=torch.int64))
     found = RefinedRecords(rows=rows, images=torch.cat(images), labels=torch.cat(labels), keys=torch.cat(keys))
-    return _sorted_by_person(found, owners) if by_person else found
+    found = _sorted_by_person(found, owners) if by_person else found
+    if part is None or part.names is None:
+        return found
+    if not by_person:
+        return dataclasses.replace(found, numbers=torch.cat(positions), everyone=part.seen)
+    order = {name: number for number, name in enumerate(sorted(set(part.names)))}
+    places = torch.tensor([order[name] for name in sorted(set(owners))], dtype=torch.int64)
+    return dataclasses.replace(found, numbers=places, everyone=len(order))
 
 
 def _sorted_by_person(found: RefinedRecords, owners: list[bytes]) -> RefinedRecords:
@@ -773,32 +821,37 @@ def _number(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
 
 
-class Trainer:
-    """The network and its optimizer. Takes steps, and has the state that a checkpoint keeps.
+class Worker:
+    """Adds up the rows of samples of this process's records, at released weights."""
 
-    All of it is made of released values: the network was pre-trained on released images, and then moves by noisy sums
-    only. So a checkpoint is as public as the release; it is private only because it is in the run folder.
-    """
-
-    def __init__(self, network: Network, gate: GradientGate, data: RefinedRecords, make: Maker) -> None:
-        self._network, self._gate, self._data, self._make = network, gate, data, make
+    def __init__(self, network: Network, data: RefinedRecords, make: Maker) -> None:
+        self._network, self._data, self._make = network, data, make
         self._rule, self._engines = WholeRows(softening=SOFTENING), _Engines(network, make)
         with self._engines.lent() as engine:
             self._layout = engine
-        self._adam = Adam.of(self._layout.flat(network))
 
-    def step(self, number: int) -> float:
-        """Take one step on a Poisson sample, and return how far the rows of records agree, for the owner."""
-        s, gate, data = self._make.settings, self._gate, self._data
-        sample = torch.from_numpy(poisson_sample(gate.noise, data.units, gate.schedule.rate))
-        self._engines.load(self._adam.weights)
-        total = self._sum(sample, number)
-        unit: Literal["record", "person"] = "record" if data.starts is None else "person"
-        released = gate.release(total.bounded(unit=unit))
-        value = torch.from_numpy(released.value[0]).to(torch.float32)
-        gradient = value.to(self._make.device) / (GRID * s.batch_size)
-        self._adam.step(gradient, rate=s.rate, steps=s.steps)
-        return float(gradient.norm())
+    def bounded(self, sample: np.ndarray, weights: Tensor, number: int) -> BoundedSum:
+        """Return the sum for step `number`. A sample has the positions of units."""
+        self._engines.load(weights)
+        unit: Literal["record", "person"] = "record" if self._data.starts is None else "person"
+        return self._sum(torch.from_numpy(sample), number).bounded(unit=unit)
+
+    def of_rank(self, weights: Tensor, number: int, words: Tensor | None) -> PartSum:
+        """Return the sum over this rank's part of the Poisson sample, which this rank draws itself.
+
+        Args:
+            weights: of the network, released.
+            number: of the step.
+            words: where the noise has a seed, random words for the units of all ranks, as one process would draw them.
+        """
+        data, rows, rate = self._data, self._data.rows, schedule_of(self._make.settings, self._make.schema).rate
+        assert isinstance(rows, RankRows)
+        if words is None:
+            sample = poisson_sample(SecureNoise(), data.units, rate)
+        else:
+            assert data.numbers is not None
+            sample = sample_of(words[data.numbers].numpy(), rate)
+        return PartSum(total=self.bounded(sample, weights, number), parts=(rows.world.rank,), records=len(sample))
 
     def _sum(self, sample: Tensor, number: int) -> WholeSum:
         """Return the sum of the rows of a sample, which is the same for any order and any number of threads."""
@@ -825,6 +878,38 @@ class Trainer:
             whole.join(total)
         return whole
 
+
+class Trainer(Worker):
+    """The network and its optimizer. Takes steps, and has the state that a checkpoint keeps.
+
+    All of it is made of released values: the network was pre-trained on released images, and then moves by noisy sums
+    only. So a checkpoint is as public as the release; it is private only because it is in the run folder.
+    """
+
+    def __init__(self, network: Network, gate: GradientGate, data: RefinedRecords, make: Maker) -> None:
+        super().__init__(network, data, make)
+        self._gate, self._adam = gate, Adam.of(self._layout.flat(network))
+
+    def step(self, number: int) -> float:
+        """Take one step on a Poisson sample, and return how far the rows of records agree, for the owner."""
+        s = self._make.settings
+        released = self._gate.release(self._total(number))
+        value = torch.from_numpy(released.value[0]).to(torch.float32)
+        gradient = value.to(self._make.device) / (GRID * s.batch_size)
+        self._adam.step(gradient, rate=s.rate, steps=s.steps)
+        return float(gradient.norm())
+
+    def _total(self, number: int) -> BoundedSum:
+        """Return the sum over a fresh Poisson sample of all units, wherever they are."""
+        gate, data, weights = self._gate, self._data, self._adam.weights
+        if isinstance(data.rows, RecordRows):
+            return self.bounded(poisson_sample(gate.noise, data.units, gate.schedule.rate), weights, number)
+        words = None
+        if gate.noise.origin == "seeded" and gate.schedule.rate < 1:
+            words = torch.from_numpy(gate.noise.words(data.everyone).astype(np.int64))
+        data.rows.order(STEP, {"step": number}, weights=weights, **({} if words is None else {"words": words}))
+        return data.rows.joined(self.of_rank(weights, number, words))
+
     def network(self) -> Network:
         """Return the network with the mean of the weights after the last steps."""
         found = channels_last(Network(self._network.shape))
@@ -836,6 +921,45 @@ class Trainer:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         self._adam.load_state(state)
+
+
+class Helper:
+    """Another rank than 0 in the second stage: answers for its own records."""
+
+    def __init__(self, data: RefinedRecords, settings: RefinedSettings, schema: Schema, place: Place) -> None:
+        self._data, self._settings, self._schema, self._place = data, settings, schema, place
+        self._features: RankRows | None = None
+        self._worker: Worker | None = None
+
+    def follow(self) -> None:
+        """Carry out the orders of rank 0 until it dismisses this rank."""
+        orders = {FEATURES: self.make_features, ERRORS: self.errors, BEGIN: self.begin, STEP: self.step}
+        _rows_of_ranks(self._data).follow(orders)
+
+    def make_features(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        rows = _rows_of_ranks(self._data)
+        found = features_of(rows.mine, tensors["centre"], tensors["white"], self._place.folder)
+        self._features = rows.viewed(found, name=ERRORS)
+
+    def errors(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        assert self._features is not None
+        self._features.answer(facts, tensors)
+
+    def begin(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        start = Start(shape=self._schema.shape, means=tensors["means"], factors=tensors["factors"])
+        linear = denoiser.Linear(start=start, device=self._place.device)
+        make = Maker(linear=linear, settings=self._settings, schema=self._schema)
+        self._worker = Worker(make.network(), self._data, make)
+
+    def step(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        assert self._worker is not None
+        part = self._worker.of_rank(tensors["weights"], facts["step"], tensors.get("words"))
+        _rows_of_ranks(self._data).give(part)
+
+
+def _rows_of_ranks(data: RefinedRecords) -> RankRows:
+    assert isinstance(data.rows, RankRows)
+    return data.rows
 
 
 class _Engines:
@@ -912,12 +1036,14 @@ def rounds_alike(engine: RowEngine, make: Maker, images: Tensor, labels: Tensor,
 
 def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Place) -> DiffusionModel:
     """Release the moments, pre-train, and take all steps that are charged already or fit into the budget."""
-    s = settings
-    check_places(s, run.schema, place.device)
-    model = moments.train(run, data.rows, s, place)
-    head = learn_labels(run, data.rows, model, s)
+    s, rows = settings, data.rows
+    _check_here(data, s, run.schema, place)
+    model = moments.learn(run, rows, s)
+    head = learn_labels(run, rows, model, s)
     make = Maker(linear=denoiser.Linear(start=model.start, device=place.device), settings=s, schema=run.schema)
-    network = pretrained(run, model, s, make)
+    network = pretrained(run, model, s, make, beat=rows.beat if isinstance(rows, RankRows) else lambda: None)
+    if isinstance(rows, RankRows):
+        rows.order(BEGIN, means=model.start.means, factors=model.start.factors)
     noise: NoiseSource = SecureNoise() if run.noise_seed is None else SeededNoise(run.noise_seed)
     gate = GradientGate(run.ledger, schedule_of(s, run.schema), noise, left=unpark(run, part=PART))
     trainer = Trainer(network, gate, data, make)
@@ -928,7 +1054,23 @@ def train(run: Run, data: RefinedRecords, settings: RefinedSettings, place: Plac
     run.lost = gate.charged - gate.left - run.completed
     if run.interrupted:
         park(run, gate.hand_over(), part=PART)
+    if isinstance(rows, RankRows):
+        rows.dismiss()
     return DiffusionModel(moments=model, network=trainer.network(), begin=s.begin, head=head)
+
+
+def follow(schema: Schema, data: RefinedRecords, settings: RefinedSettings, place: Place) -> None:
+    """Answer rank 0 for this rank's records; called on every other rank."""
+    _check_here(data, settings, schema, place)
+    Helper(data, settings, schema, place).follow()
+
+
+def _check_here(data: RefinedRecords, settings: RefinedSettings, schema: Schema, place: Place) -> None:
+    """Raise, on all ranks, unless rows and records are as they must be on each of them. Nothing is charged yet."""
+    world = place.world or World()
+    world.together(lambda: check_places(settings, schema, place.device))
+    if isinstance(data.rows, RankRows):
+        data.rows.meet()
 
 
 def worth_it(request: Request, schema: Schema, budget: Budget) -> str | None:
@@ -939,6 +1081,7 @@ def worth_it(request: Request, schema: Schema, budget: Budget) -> str | None:
     o: Options = request.options
     if o.refine != "auto":
         return None
+    check_timed(o)
     if budget.relation != "add-remove" or o.engine is not None or schema.nominal_size < LEAST_RECORDS:
         return "datalens"
     exact = Accountant(name="exact")
@@ -967,6 +1110,7 @@ REFINED = Method(
     plan=plan,
     gather=gather,
     train=train,
+    follow=follow,
     options=Options,
     presets=("default",),
     accountant="prv",

@@ -205,7 +205,17 @@ def poisson_sample(noise: NoiseSource, count: int, rate: float) -> np.ndarray:
     """
     if rate >= 1:
         return np.arange(count)
-    return np.flatnonzero(noise.words(count) < math.floor(rate * 2**32))
+    return sample_of(noise.words(count), rate)
+
+
+def sample_of(words: np.ndarray, rate: float) -> np.ndarray:
+    """Return the positions of the Poisson sample that these random words decide.
+
+    Args:
+        words: Independent and uniform below 2³², one for each record.
+        rate: Sampling probability, below 1.
+    """
+    return np.flatnonzero(words < math.floor(rate * 2**32))
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ def persons_of(block: Block, keys: bytearray) -> np.ndarray:
 
 def _numbered(persons: list[np.ndarray]) -> tuple[Tensor, np.ndarray]:
     """Return a number for each record's person, [n], and the persons' hashes, from the hashes of blocks of records."""
-    hashes = np.concatenate([np.zeros((0, KEY), np.uint8), *persons])
+    hashes = np.concatenate([np.zeros((0, KEY), np.uint8), *[some for some in persons if len(some)]])
     every, numbers = np.unique(np.ascontiguousarray(hashes).view(f"V{KEY}").reshape(-1), return_inverse=True)
     return torch.from_numpy(numbers.astype(np.int64)), every
 
@@ -417,7 +417,7 @@ def fingerprint_of(block: Block, persons: np.ndarray) -> int:
     It does not depend on the order of records: it is the same whatever files and machines they are spread over.
     """
     labels = np.ascontiguousarray(block.labels, dtype="<i8").view(np.uint8).reshape(-1, 8)
-    pixels = block.images.reshape(len(block.images), -1)
+    pixels = block.images.reshape(len(block.images), math.prod(block.images.shape[1:]))  # a block may be empty
     content = np.concatenate([labels, persons, pixels], axis=1)
     total = sum(int.from_bytes(hashlib.sha256(one).digest(), "little") for one in content)
     return total % FINGERPRINT_MODULUS

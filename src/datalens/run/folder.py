@@ -296,7 +296,7 @@ class Run:
         """Write what was learned since the last checkpoint, unless a journal has it.
 
         For a run that ends before its last step, when an interruption had cost some: gone on with, it would have less
-        to release than it has released. In one process only: others have been dismissed by then.
+        to release than it has released. Not for teachers on several ranks: the others have been dismissed by then.
         """
         self._keep()
 

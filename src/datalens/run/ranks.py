@@ -1,7 +1,7 @@
 """Runs with several processes (ranks): `torchrun --nproc-per-node=2 -m datalens train …`.
 
-Rank 0 leads: it has the run folder, the ledger, the noise and the only student. The others train their teachers and
-answer. Without torchrun the world is one process, and nothing here communicates.
+Rank 0 leads: it has the run folder, the ledger, the noise and the only student. The others have teachers, or records,
+and answer. Without torchrun the world is one process, and nothing here communicates.
 """
 
 import contextlib
@@ -148,6 +148,12 @@ class World:
             with self._lost_ranks_explained():
                 dist.broadcast(tensor, src=0, group=self._group(tensor))
         return tensor
+
+    def send(self, data: bytes = b"") -> bytes:
+        """Return the bytes that rank 0 gives, on every rank. Nothing private is sent this way."""
+        length = int(self.broadcast(torch.tensor([len(data)])))
+        content = torch.frombuffer(bytearray(data if self.leads else length), dtype=torch.uint8)
+        return self.broadcast(content).numpy().tobytes()
 
     def add(self, tensor: Tensor) -> Tensor | None:
         """Return the sum over ranks on rank 0, and None on the others. The argument is not changed."""
