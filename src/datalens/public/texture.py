@@ -8,6 +8,7 @@ moments are released for each class, and synthetic images are changed until thei
 
 import math
 from functools import cache, lru_cache
+from threading import Lock
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,6 +18,7 @@ ORIENTATIONS = 8
 SCALES = ((1.0, 7, 0.45 * math.pi), (2.0, 11, 0.225 * math.pi))  # width of the envelope, size of the filter, frequency
 LARGEST = 32  # pixels per side: larger images are averaged down to this first
 FINEST = 7  # most cells per side of the grid
+_ALONE = Lock()  # the first of several threads computes the waves, which takes much memory, for all
 _SMOOTH = 1e-6  # added under the root, so that it has a gradient at zero
 
 
@@ -54,9 +56,9 @@ class Texture:
 
     def _moduli(self, light: Tensor, unit: float) -> Tensor:
         """Return the moduli of the waves, [n, planes, *steps], from pixels [n, height·width]."""
-        waves = (light @ _waves_on(*self._shape, light.dtype, light.device)).view(
-            len(light), 2, self._planes, *self._steps
-        ) * unit
+        with _ALONE:
+            every = _waves_on(*self._shape, light.dtype, light.device)
+        waves = (light @ every).view(len(light), 2, self._planes, *self._steps) * unit
         return (waves.square().sum(dim=1) + _SMOOTH).sqrt()
 
     def _moduli_by_rows(self, light: Tensor, unit: float) -> Tensor:
@@ -65,7 +67,9 @@ class Texture:
         The sums have other terms that are zero only, so where they are exact, the result has the same bits.
         """
         moduli = light.new_empty(len(light), self._planes, *self._steps)
-        for row, (pixels, waves) in enumerate(_rows_of_waves(*self._shape, light.device)):
+        with _ALONE:
+            rows = _rows_of_waves(*self._shape, light.device)
+        for row, (pixels, waves) in enumerate(rows):
             cosines, sines = ((light[:, pixels] @ waves) * unit).square_().chunk(2, dim=1)
             moduli[:, :, row] = (cosines.add_(sines)).add_(_SMOOTH).sqrt_().unflatten(1, (self._planes, -1))
         return moduli
