@@ -3,20 +3,26 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from datalens.bounded.norm_topk import NormTopK
 from datalens.data import formats
+from datalens.data.records import Dataset
+from datalens.errors import DatalensError
 from datalens.gradients.optimizer import Plan
-from datalens.methods.sgd import SgdSettings, Trainer, sgd_usual, share_of_rate
+from datalens.methods.sgd import SgdSettings, Trainer, _inputs, sgd_usual, share_of_rate
 from datalens.options import TrainOptions
+from datalens.plans.base import Place
 from datalens.plans.registry import make_plan
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
 from datalens.privacy.noise import SeededNoise
+from datalens.private import features
 from datalens.released.classifier import seeded
 
 
@@ -71,3 +77,24 @@ def test_the_mean_weighs_late_weights_most(falls: bool) -> None:
     other = trainer()
     other.load_state({name: value.clone() for name, value in one.state().items()})
     assert all(torch.equal(value, other.state()[name]) for name, value in one.state().items())
+
+
+def test_features_of_another_network_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that goes on with other weights under the same name would train on other features than it states."""
+    options = TrainOptions(method="sgd", data="mnist", out=tmp_path, epsilon=1.0, accountant="rdp-improved")
+    _, settings = make_plan(options, formats.schema("mnist"))
+    assert isinstance(settings, SgdSettings)
+    settings = dataclasses.replace(settings, extractor="net", extractor_sha256="0" * 64, features=1)
+    schema = dataclasses.replace(formats.schema("mnist"), height=2, width=2)
+    dataset = Dataset(
+        schema=schema, images=np.zeros((3, 2, 2, 1), np.uint8), labels=np.zeros(3, np.int64), fixed_positions=True
+    )
+    place = Place(device=torch.device("cpu"), folder=tmp_path)
+    monkeypatch.setattr(features, "extract", lambda extractor, images, **named: torch.ones(len(images), 1))
+    for sha256 in ("0" * 64, "1" * 64):
+        monkeypatch.setattr(features, "find", lambda name, sha256=sha256: SimpleNamespace(name=name, sha256=sha256))
+        if sha256 == settings.extractor_sha256:
+            assert _inputs(dataset, settings, place)[0].shape == (3, 1)
+        else:
+            with pytest.raises(DatalensError, match="net is not the one the run was begun with"):
+                _inputs(dataset, settings, place)
