@@ -8,6 +8,7 @@ from datalens.bounded.norm_topk import NormTopK
 from datalens.bounded.persons import sum_persons
 from datalens.data.records import Dataset, collect
 from datalens.data.schema import PERSON, Schema
+from datalens.errors import DatalensError
 from datalens.methods.sgd import MOST_AT_ONCE, _parts, by_person
 from datalens.privacy.dpsgd import GradientGate, Schedule
 from datalens.privacy.ledger import Budget, Ledger
@@ -87,6 +88,13 @@ def test_records_are_laid_out_person_after_person():
     assert kept.ids is not None and len(set(kept.ids.tolist())) == 3
 
 
+def test_persons_without_a_name_are_refused_where_records_are_laid_out():
+    schema = Schema(name="x", height=1, width=1, channels=1, classes=("a",), nominal_size=2, record_unit=PERSON)
+    pixels, ids = np.zeros((2, 1, 1, 1), np.uint8), np.array(["a", "NA"])
+    with pytest.raises(DatalensError):  # several persons may hide behind one such id
+        by_person(Dataset(schema=schema, images=pixels, labels=np.zeros(2, np.int64), ids=ids))
+
+
 def test_a_sample_of_persons_is_all_of_their_images():
     starts = torch.tensor([0, 2, 3, 6])
     ((rows, whose),) = _parts(torch.tensor([0, 2]), starts)
@@ -98,3 +106,11 @@ def test_a_sample_of_persons_is_all_of_their_images():
     assert len(parts) == 10
     assert torch.equal(torch.cat([rows for rows, _ in parts]), torch.arange(10 * MOST_AT_ONCE))
     assert not {int(one) for _, whose in parts[:1] for one in whose} & {int(one) for _, w in parts[1:] for one in w[:1]}
+
+
+def test_a_large_sample_of_records_is_cut_into_parts():
+    many = torch.arange(2 * MOST_AT_ONCE + 1)
+    parts = _parts(many, None)
+    assert [len(rows) for rows, _ in parts] == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+    assert torch.equal(torch.cat([rows for rows, _ in parts]), many)
+    assert [len(rows) for rows, _ in _parts(many[:0], None)] == [0]  # an empty sample takes a step, too

@@ -51,21 +51,31 @@ def test_the_rate_rises_and_falls() -> None:
     assert share_of_rate(0, 1) == 1.0  # a run of one step takes it
 
 
+def trainer(falls: bool = False) -> Trainer:
+    compress = NormTopK(clip=1.0)
+    schedule = Schedule(sigma=1.0, rate=0.5, steps=6, unit=1.0, l2_bound=compress.l2_bound)
+    budget = Budget(epsilon=1e6, delta=1e-5, relation="add-remove", accountant="rdp-improved")
+    gate = GradientGate(Ledger.in_memory(budget), schedule, SeededNoise(1))
+    model = seeded(0, shape=(4,), classes=2, network="linear")
+    made = Plan(compress=compress, schedule=schedule, batch_size=6)
+    return Trainer(model, made, gate, rate=0.5, falls=falls)
+
+
+def test_what_changes_weights_beside_the_gate_is_noticed() -> None:
+    """What `make_private` watches of others' models, `sgd` watches of its own."""
+    x, y = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
+    one = trainer()
+    one.step(x, y)
+    next(one.model.parameters()).data.add_(float(x.mean()))
+    with pytest.raises(DatalensError):
+        one.step(x, y)
+
+
 @pytest.mark.parametrize("falls", [True, False])
 def test_the_mean_weighs_late_weights_most(falls: bool) -> None:
     """By t⁸, or nearly: the weights after step t count as C(t + 7, 8); and after a stop the same as without."""
     x, y = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
-
-    def trainer() -> Trainer:
-        compress = NormTopK(clip=1.0)
-        schedule = Schedule(sigma=1.0, rate=0.5, steps=6, unit=1.0, l2_bound=compress.l2_bound)
-        budget = Budget(epsilon=1e6, delta=1e-5, relation="add-remove", accountant="rdp-improved")
-        gate = GradientGate(Ledger.in_memory(budget), schedule, SeededNoise(1))
-        model = seeded(0, shape=(4,), classes=2, network="linear")
-        made = Plan(compress=compress, schedule=schedule, batch_size=6)
-        return Trainer(model, made, gate, rate=0.5, falls=falls)
-
-    one, seen, rates = trainer(), [], []
+    one, seen, rates = trainer(falls), [], []
     for _ in range(6):
         one.step(x, y)
         seen.append(torch.cat([p.detach().flatten() for p in one.model.parameters()]))
@@ -74,7 +84,7 @@ def test_the_mean_weighs_late_weights_most(falls: bool) -> None:
     expected = (shares.unsqueeze(1) * torch.stack(seen)).sum(dim=0) / shares.sum()
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in one.average.parameters()]), expected)
     assert rates == [0.5 * share_of_rate(step, 6) if falls else 0.5 for step in range(6)]
-    other = trainer()
+    other = trainer(falls)
     other.load_state({name: value.clone() for name, value in one.state().items()})
     assert all(torch.equal(value, other.state()[name]) for name, value in one.state().items())
 
