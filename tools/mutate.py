@@ -161,6 +161,7 @@ WIRING: dict[str, tuple[str, ...]] = {
         *ledgers("sgd add-remove record", "sgd add-remove person"),
         "unit/test_ledger_and_settings.py::test_settings_of_sgd_that_have_no_bound",
         "unit/test_ledger_and_settings.py::test_only_the_norm_selector_shortens_rows",
+        "unit/test_ledger_and_settings.py::test_sgd_is_charged_for_steps_over_its_own_units_alone",
     ),
     "methods/moments.py": (
         *wired("datalens moments"),
@@ -833,7 +834,7 @@ def run(
             if time.monotonic() > written + 5:
                 written = time.monotonic()
                 write(options.out, results)  # a run that is stopped after hours has not been in vain
-                print(f"{len(results)} of {len(tasks)}, {written - began:.0f} s", flush=True)
+                print(f"{len(results)} verdicts, {len(tasks)} asked for, {written - began:.0f} s", flush=True)
 
         def work(worker: Worker, module: str, more: More, tell: Tell) -> None:
             worker.template(module, numbered, more, tell)

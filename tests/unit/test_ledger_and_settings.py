@@ -219,6 +219,20 @@ def test_settings_of_sgd_that_have_no_bound(change: dict[str, Any]) -> None:
         read_settings(fields | change)
 
 
+def test_sgd_is_charged_for_steps_over_its_own_units_alone() -> None:
+    ask = plan("sgd add-remove record")
+    (event,) = ask.charges
+    assert isinstance(event, SubsampledGaussianEvent)
+    one, two = dataclasses.replace(event, repeats=4), dataclasses.replace(event, step=4, repeats=event.repeats - 4)
+    facts: dict[str, Any] = {"row_unit": "record", "l2_bound": 1.0, "diameter": 1.0, "relation": "add-remove"}
+    other = GaussianEvent(**facts, sigma=1.0, queries=1, step=0, noise="operating-system")
+    assert ask.settings.disagreements(SCHEMA, ask.budget, (one, two)) == []
+    by_person = [dataclasses.replace(step, row_unit="person") for step in (one, two)]
+    for events in ((one, two, other), (one, by_person[1]), (by_person[0], two)):
+        said = ask.settings.disagreements(SCHEMA, ask.budget, events)
+        assert said[0] == "the ledger has other events than steps over sampled records"
+
+
 def test_only_the_norm_selector_shortens_rows() -> None:
     settings = plan("sgd add-remove record").settings
     assert isinstance(settings, SgdSettings)
