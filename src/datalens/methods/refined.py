@@ -330,7 +330,7 @@ def schedule_of(settings: RefinedSettings, schema: Schema) -> Schedule:
 
 MOMENTS_SHARE, LABELS_SHARE = 0.1, 0.05
 STEPS, BATCH, LARGEST_SAMPLE, COPIES = 60, 8192, 0.25, 1
-PRETRAINING, PRE_BATCH, POOL = 800, 256, 20_000  # steps; images in a step; most images drawn from the moments
+PRETRAINING, PRE_BATCH, POOL = 2000, 256, 20_000  # steps; images in a step; most images drawn from the moments
 NETWORK: dict[str, Any] = {"wide": 48, "deep": 64, "hidden": 64}
 LEVELS: dict[str, Any] = {"noise_median": 0.3, "noise_spread": 1.0, "begin": 1.0}
 RATE = 2e-3
@@ -1114,6 +1114,7 @@ REFINED = Method(
     options=Options,
     presets=("default",),
     accountant="prv",
+    version=2,
     instead=worth_it,
     persons=True,
 )
