@@ -309,16 +309,19 @@ def test_a_plan_reads_nothing(datalens, monkeypatch):
     assert "TopAgg" in datalens("plan", "--data", "mnist", "--warm-start", "off").succeeded().out
 
 
-def test_ranks_are_refused_in_a_line(datalens, monkeypatch, tmp_path):
+def test_ranks_are_refused_in_a_line_where_a_method_has_none(datalens, monkeypatch, tmp_path):
     from datalens import driver
     from datalens.data.named import sources
     from datalens.options import TrainOptions
     from datalens.plans.registry import make_plan, method_of
     from datalens.run.ranks import World
 
-    settings = make_plan(TrainOptions(out=tmp_path), sources.schema("digits"))[1]
+    two = World(rank=0, size=2)
+    alone = make_plan(TrainOptions(out=tmp_path, method="dpgan"), sources.schema("digits"))[1]
     with pytest.raises(Exception, match="one process"):
-        driver._check_ranks(settings, method_of(settings), World(rank=0, size=2))
+        driver._check_ranks(alone, method_of(alone), two)
+    settings = make_plan(TrainOptions(out=tmp_path), sources.schema("digits"))[1]
+    driver._check_ranks(settings, method_of(settings), two)  # the default runs on any number of ranks
 
 
 @pytest.mark.parametrize("channels", [2, 4])

@@ -112,8 +112,8 @@ def noise_drawn_once_by_the_gate(patch: Patch) -> None:
 @twin("datalens topk-sign", "noise")
 @twin("dpmerf", "noise")
 def exact_noise_of_half_the_width(patch: Patch) -> None:
-    def narrow(self: Any, sigma: float) -> None:
-        self.sigma, self._draw = sigma, noise.exact.sampler(sigma / 2)
+    def narrow(self: Any, sigma: float, *, threads: int = 1) -> None:
+        self.sigma, self._draw, self._threads = sigma, noise.exact.sampler(sigma / 2), threads
 
     patch.setattr(noise.ExactNoise, "__init__", narrow)
 

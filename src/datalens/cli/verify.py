@@ -126,7 +126,7 @@ def _too_old(version: object, wanted: int | None) -> list[str]:
     if wanted is None:
         return []
     if not 1 <= wanted <= VERSION:
-        raise DatalensError(f"--require-version must be 1 to {VERSION}, the versions of the certificate so far")
+        raise DatalensError(f"--require-version must be 1 to {VERSION}, the versions of certificates that there are")
     if isinstance(version, int) and version >= wanted:
         return []
     return [f"it is a certificate of version {str(version)[:20]}, and --require-version requires {wanted}"]
