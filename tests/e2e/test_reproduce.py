@@ -58,7 +58,8 @@ def test_unknown_table_names_the_known_ones(tmp_path: Path) -> None:
 
 def test_table1_is_the_papers() -> None:
     cells = table1.cells(full=True)
-    # Six sets, two budgets and none; on the grey ones also a second stage, four other kinds of teachers, and three without noise.
+    # Six sets, two budgets and none; on the grey ones also a second stage, and four other kinds of teachers, of which
+    # three have runs without noise.
     assert len({cell.name for cell in cells}) == len(cells) == 6 * (1 + 2 * 7) + 2 * (2 * 5 + 3)
     datalens = {cell.row: cell.paper for cell in cells if cell.column == "DataLens" and "∞" not in cell.row}
     stand_in = "Scenes (stand-in for Places365)"
