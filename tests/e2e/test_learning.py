@@ -27,7 +27,7 @@ ALGORITHM_1 = {
 }
 IGNORED = 0.35  # what a student reaches by luck whose images say nothing about their labels
 
-# Method → its options and what it must reach; found with seeds 0 to 11, and well under the worst of them.
+# Method → its options and what it must reach; found with seeds 0 to 11, under the worst of them.
 QUICK: dict[str, tuple[dict[str, Any], float]] = {
     "datalens-paper": (ALGORITHM_1, 0.6),
     "datalens": ({"method": "datalens", "epsilon": 10.0, "noise_seed": 1}, 0.7),
