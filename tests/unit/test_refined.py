@@ -119,6 +119,11 @@ def test_the_sum_does_not_depend_on_the_order_of_records_or_on_threads(tmp_path:
         torch.set_num_threads(before)
 
 
+def test_a_record_may_have_more_copies_than_a_chunk_has_images() -> None:
+    _, settings = planned(refine_copies=20)
+    refined.check_places(settings, SCHEMA)
+
+
 def test_a_row_is_the_mean_of_the_gradients_of_a_records_copies(tmp_path: Path) -> None:
     """The broken twin: a row for each copy, which is as if the record were there several times."""
     one, four = planned()[1], planned(refine_copies=4)[1]
@@ -196,8 +201,9 @@ class Mixing(torch.nn.Module):
         return found + found.mean(dim=0, keepdim=True)
 
 
-def test_it_is_tried_whether_rows_depend_on_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, settings = planned()
+@pytest.mark.parametrize("copies", [1, 3, 7])
+def test_it_is_tried_whether_rows_depend_on_their_place(monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    _, settings = planned(refine_copies=copies)  # chunks of 16, 5 and 2 records
     refined.check_places(settings, SCHEMA)  # this machine does it right
     engine = refined.RowEngine
     monkeypatch.setattr(refined, "RowEngine", lambda network, **facts: engine(Mixing(network), **facts))

@@ -891,7 +891,7 @@ class Trainer(Worker):
         self._gate, self._adam = gate, Adam.of(self._layout.flat(network))
 
     def step(self, number: int) -> float:
-        """Take one step on a Poisson sample, and return how far the rows of records agree, for the owner."""
+        """Take one step on a Poisson sample, and return the length of the released gradient, for the owner."""
         s = self._make.settings
         released = self._gate.release(self._total(number))
         value = torch.from_numpy(released.value[0]).to(torch.float32)
@@ -1030,7 +1030,7 @@ def rounds_alike(engine: RowEngine, make: Maker, images: Tensor, labels: Tensor,
 
     here, half = torch.arange(chunk), chunk // 2
     first = rows(here)
-    mixed = rows(torch.cat([here + chunk, here])[half : half + chunk])[half:]
+    mixed = rows(torch.cat([here[half:] + chunk, here[:half]]))[chunk - half :]
     return torch.equal(first, rows(here.flip(0)).flip(0)) and torch.equal(first[:half], mixed)
 
 
