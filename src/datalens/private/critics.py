@@ -19,7 +19,6 @@ from datalens.private.adam import adam_step
 from datalens.private.shares import Shares
 from datalens.public import streams
 from datalens.public.critic import Critic, initialise_critic
-from datalens.public.replay import Replay
 
 Parameters = dict[str, Tensor]
 GROUP = 64  # discriminators processed at a time
@@ -73,7 +72,6 @@ class Critics:
         self._squares = {name: torch.zeros_like(value) for name, value in self._weights.items()}
         self._updates = torch.zeros(shares.teachers, dtype=torch.int64)
         self._loss_gradient = vmap(grad(self._loss), in_dims=(0, 0, 0, None, None, 0))
-        self._slopes = Replay(self._flat_gradient)
 
     def fit(self, first: int, count: int, fakes: Tensor, labels: Tensor, *, step: int) -> None:
         """Train discriminators `first` … `first + count − 1`, modulo their number, for one step on the same fakes."""
@@ -104,22 +102,16 @@ class Critics:
         real = rows.to(torch.float32) / 255  # [n, batch, c, h, w]
         mixing = streams.uniform(self._seed, "mixing", step, teachers=numbers, count=self._batch)
         weights = {name: value[numbers] for name, value in self._weights.items()}
+        gradients = self._loss_gradient(weights, real, real_labels, fakes, labels, mixing)
         names = list(weights)
-        values = [weights[n] for n in names]
-        slopes = self._slopes(real, real_labels, fakes, labels, mixing, *values)
         means, squares = [self._means[n][numbers] for n in names], [self._squares[n][numbers] for n in names]
-        adam_step(values, slopes, means, squares, updates=updates + 1, rate=self._rate, decay=0.0)
+        values = [weights[n] for n in names]
+        adam_step(
+            values, [gradients[n] for n in names], means, squares, updates=updates + 1, rate=self._rate, decay=0.0
+        )
         for name, value, mean, square in zip(names, values, means, squares, strict=True):
             self._weights[name][numbers], self._means[name][numbers], self._squares[name][numbers] = value, mean, square
         self._updates[part] += 1
-
-    def _flat_gradient(
-        self, real: Tensor, real_labels: Tensor, fakes: Tensor, labels: Tensor, mixing: Tensor, *values: Tensor
-    ) -> list[Tensor]:
-        """Return the gradient of each discriminator's loss with respect to its weights, in the order of `_weights`."""
-        weights = dict(zip(self._weights, values, strict=True))
-        gradients = self._loss_gradient(weights, real, real_labels, fakes, labels, mixing)
-        return [gradients[name] for name in weights]
 
     def _loss(
         self, weights: Parameters, real: Tensor, real_labels: Tensor, fakes: Tensor, labels: Tensor, mixing: Tensor
