@@ -130,6 +130,15 @@ def test_persons_need_ids() -> None:
         answers(held_out(schema=PERSONS), guess)
 
 
+def test_one_class_has_no_accuracy_and_pays_nothing() -> None:
+    """Its two counts would be one, which nobody could read again after the charge."""
+    schema = Schema(name="toy", height=8, width=8, channels=1, classes=("all",), nominal_size=20)
+    with pytest.raises(DatalensError, match="no accuracy to publish"):
+        publish.plan(1, 100, epsilon=1.0, relation="add-remove")
+    with pytest.raises(DatalensError, match="no accuracy to publish"):
+        publish.check_held_out(SimpleNamespace(schema=schema), SimpleNamespace(schema=schema))
+
+
 def test_a_record_counted_twice_is_refused() -> None:
     """The twin: its two ballots would move two counts at the price of one."""
     ballots = Ballots(teachers=torch.tensor([0, 1, 1]), choices=torch.zeros(3, 1, dtype=torch.int64))

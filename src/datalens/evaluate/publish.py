@@ -86,6 +86,7 @@ def plan(
         relation: neighbouring relation of the run.
         exact: whether that number is exact; if not, it is estimated from the table, too.
     """
+    check_classes(classes)
     half = expected(classes, records, scale=scale_for(epsilon, moved(relation, classes)), exact=exact)
     fields = {"held_out": records, "classes": classes, "epsilon": epsilon, "noise": half.noise, "sample": half.sample}
     text = (
@@ -219,9 +220,16 @@ def check_run(run: Run) -> None:
         raise DatalensError(f"{run.path} was charged for more than its release states: finish the run with --resume")
 
 
+def check_classes(classes: int) -> None:
+    """Raise if there is nothing to tell apart, before anything is charged."""
+    if classes < 2:
+        raise DatalensError("with one class every answer is right: there is no accuracy to publish")
+
+
 def check_held_out(run: Run, held_out: Dataset) -> None:
-    """Raise unless the held-out records have the run's classes, size and privacy unit."""
+    """Raise unless the held-out records have the run's classes, two or more, its size and its privacy unit."""
     expected, found = run.schema, held_out.schema
+    check_classes(len(expected.classes))
     if expected.by_person != found.by_person:
         raise DatalensError(
             f"the run protects one {expected.record_unit}, and the held-out records are read as if it were one "
